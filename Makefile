@@ -1,0 +1,72 @@
+# Every target makes the virtual environment if it is missing, installs from constraints.txt and builds.
+# PYTHON chooses the interpreter of a new environment: make test PYTHON=python3.12 VENV=.venv312
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+EXTRAS := hf,plot,metrics,cli,dev
+BENCH_PEERS := faiss-cpu usearch simsimd
+
+INSTALLED := $(VENV)/.installed
+BUILT := $(VENV)/.built
+PEERS := $(VENV)/.bench-peers
+NATIVE := $(wildcard moecache/*.pyx moecache/*.pxd moecache/*.h)
+
+.DELETE_ON_ERROR:
+.PHONY: help install demo test bench lint format wheel clean distclean
+
+help:
+	@echo "make demo    text from the tiny model, three quarters of its experts on disk, checked against the resident model"
+	@echo "make test    the tests"
+	@echo "make bench   matcher and route() latency, in pytest-benchmark tables"
+	@echo "make lint    ruff, mypy, cython-lint"
+	@echo "make format  what ruff can put right by itself"
+	@echo "make wheel   an sdist and a wheel in dist/"
+	@echo "make clean   remove what was built; distclean removes the virtual environment too"
+
+install: $(BUILT)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c constraints.txt setuptools Cython
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]'
+	touch $@
+
+$(BUILT): $(INSTALLED) $(NATIVE) setup.py setup.cfg
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+$(PEERS): $(INSTALLED)
+	$(PIP) install --quiet -c constraints.txt --only-binary :all: $(BENCH_PEERS) || echo "without some of: $(BENCH_PEERS)"
+	touch $@
+
+demo: $(BUILT)
+	$(BIN)/python examples/decode.py --capacity 0.25 --bank disk --check
+
+test: $(BUILT)
+	$(BIN)/python -m pytest
+
+bench: $(BUILT) $(PEERS)
+	$(BIN)/python -m pytest bench --benchmark-only -o python_files='bench_*.py'
+
+lint: $(BUILT)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/cython-lint moecache
+
+format: $(BUILT)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: $(BUILT)
+	$(BIN)/python -m build --no-isolation
+
+clean:
+	rm -rf build dist *.egg-info moecache/*.so moecache/*.c .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -f $(INSTALLED) $(BUILT) $(PEERS)
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

@@ -1,0 +1,27 @@
+"""The two compiled rooms; everything else about the package is in pyproject.toml."""
+
+import sys
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+if sys.platform == "win32":
+    compile_args, link_args = ["/O2"], []
+else:
+    # Never -march=native: one wheel serves every CPU of its platform, wider vectors are chosen at run time.
+    compile_args, link_args = ["-O3", "-pthread"], ["-pthread"]
+
+setup(
+    ext_modules=cythonize(
+        [
+            Extension(
+                f"moecache.{name}",
+                [f"moecache/{name}.pyx"],
+                extra_compile_args=compile_args,
+                extra_link_args=link_args,
+            )
+            for name in ("_core", "_engine")
+        ],
+        language_level=3,
+    )
+)
