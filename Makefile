@@ -11,7 +11,7 @@ BENCH_PEERS := faiss-cpu usearch simsimd
 INSTALLED := $(VENV)/.installed
 BUILT := $(VENV)/.built
 PEERS := $(VENV)/.bench-peers
-NATIVE := $(wildcard moecache/*.pyx moecache/*.pxd moecache/*.h)
+NATIVE := $(wildcard moecache/*.pyx moecache/*.pxd moecache/*.pxi moecache/*.h)
 
 .DELETE_ON_ERROR:
 .PHONY: help install demo test bench lint format wheel clean distclean

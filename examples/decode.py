@@ -1,0 +1,362 @@
+"""Write text with a mixture-of-experts model whose experts stay on disk, and show what that cost.
+
+    python examples/decode.py                                # the tiny model, prompts of several kinds
+    python examples/decode.py MODEL --prompt "..." --check   # fails unless tokens and logits are the resident model's
+    python examples/decode.py --prompt "a" --prompt "b" --compare   # a batch, beside resident, LRU and accelerate
+
+Needs ``moecache[hf]``; ``--compare`` also shows accelerate's disk offload where accelerate is installed.
+"""
+
+import argparse
+import importlib.util
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils.logging import disable_progress_bar
+
+import moecache
+import moecache.hf
+
+TINY = Path(__file__).parent / "tiny_moe" / "model"
+PROMPTS = TINY.parent / "prompts.json"
+JSON_KEYS = (
+    *("tokens_per_s", "hit_rate", "demands", "hits", "misses", "evictions", "prefetch_issued", "prefetch_useful"),
+    *("bytes_demand", "bytes_prefetch", "stall_s", "capacity_experts", "resident_bytes", "expert_bytes_total"),
+    *("identical", "text"),
+)
+
+
+class InputError(Exception):
+    """What the caller asked for cannot be done; the message is one line."""
+
+
+class Progress(BaseStreamer):  # type: ignore[misc]
+    """Prints each row as it is written (several rows: line by line, each with its number) and times the tokens."""
+
+    def __init__(self, tokenizer: Any, rows: int, quiet: bool) -> None:
+        self.tokenizer, self.quiet, self.rows = tokenizer, quiet, rows
+        self.ids: list[list[int]] = [[] for _ in range(rows)]
+        self.printed = [0] * rows
+        self.prompt_seen = False
+        self.first = self.last = 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self.prompt_seen:
+            self.prompt_seen = True
+            return
+        self.last = time.perf_counter()
+        self.first = self.first or self.last
+        for row, token in enumerate(value.reshape(-1).tolist()):
+            self.ids[row].append(token)
+            self._show(row, final=False)
+
+    def end(self) -> None:
+        for row in range(self.rows):
+            self._show(row, final=True)
+        if not self.quiet and self.rows == 1:
+            print(flush=True)
+
+    def _show(self, row: int, final: bool) -> None:
+        if self.quiet:
+            return
+        text = self.tokenizer.decode(self.ids[row], skip_special_tokens=True)
+        if not final:
+            text = text.rstrip("\ufffd")  # the first bytes of a character that is not yet whole
+        if self.rows > 1 and not final:
+            text = text[: text.rfind("\n") + 1]
+        new, self.printed[row] = text[self.printed[row] :], max(self.printed[row], len(text))
+        if self.rows == 1:
+            print(new, end="", flush=True)
+        elif new:
+            print("\n".join(f"[{row + 1}] {line}" for line in new.rstrip("\n").split("\n")), flush=True)
+
+
+@dataclass
+class Written:
+    """What one contender wrote: texts, token ids, logits of every step (when asked for), time of the decode steps."""
+
+    texts: list[str] = field(default_factory=list)
+    sequences: list[torch.Tensor] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def write(model: Any, tokenizer: Any, batches: list[list[str]], args: argparse.Namespace, quiet: bool) -> Written:
+    """Decode the batches one after the other, greedily."""
+    written = Written()
+    for batch in batches:
+        inputs = tokenizer(batch, return_tensors="pt", padding=len(batch) > 1).to(model.device)
+        progress = Progress(tokenizer, len(batch), quiet)
+        if not quiet:
+            for number, prompt in enumerate(batch, 1):
+                print(f"\n--- {f'[{number}] ' if len(batch) > 1 else ''}{prompt!r}", flush=True)
+        output = model.generate(
+            **inputs,
+            max_new_tokens=args.max_new_tokens,
+            do_sample=False,
+            streamer=progress,
+            return_dict_in_generate=True,
+            output_logits=args.check,
+        )
+        written.sequences.append(output.sequences)
+        written.logits.extend(output.logits or ())
+        written.texts.extend(tokenizer.batch_decode(progress.ids, skip_special_tokens=True))
+        # The prompt's own pass yields the first token; what follows are decode steps.
+        written.tokens += sum(len(row) - 1 for row in progress.ids)
+        written.seconds += progress.last - progress.first
+    return written
+
+
+def identical(ours: Written, reference: Written) -> bool:
+    """Whether every token and every logit of every step is the same number."""
+    pairs = [*zip(ours.sequences, reference.sequences, strict=True)]
+    if len(ours.logits) != len(reference.logits):
+        return False
+    pairs += zip(ours.logits, reference.logits, strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def peak_rss() -> int:
+    """Peak resident bytes of this process."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def load_cached(args: argparse.Namespace, policy: str) -> Any:
+    return moecache.load(
+        args.model, capacity=args.capacity, bank=args.bank, policy=policy, history=args.history, local_files_only=True
+    )
+
+
+def load_resident(args: argparse.Namespace) -> Any:
+    return AutoModelForCausalLM.from_pretrained(args.model, experts_implementation="eager", local_files_only=True)
+
+
+def load_accelerate(args: argparse.Namespace, folder: str) -> Any:
+    """The experts of every layer on disk, all else in memory, as ``device_map`` does it."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.model, local_files_only=True))
+    experts = [name for name, _ in model.named_modules() if name.endswith(".experts")]
+    device_map = dict.fromkeys(experts, "disk")
+    for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
+        module = name.rpartition(".")[0]
+        if not any(f"{module}.".startswith(f"{e}.") for e in experts):
+            # A parameter in the module that also holds the experts (a router's bias, say) goes by its own name.
+            device_map[name if any(e.startswith(f"{module}.") for e in experts) else module] = "cpu"
+    return AutoModelForCausalLM.from_pretrained(
+        args.model,
+        experts_implementation="eager",
+        device_map=device_map,
+        offload_folder=folder,
+        local_files_only=True,
+    )
+
+
+def run_cached(
+    args: argparse.Namespace, tokenizer: Any, batches: list[list[str]], policy: str, quiet: bool
+) -> tuple[dict[str, Any], Written]:
+    """Decode through the cache; the facts that the table and the JSON file show."""
+    model = load_cached(args, policy)
+    cache = model.moecache
+    written = write(model, tokenizer, batches, args, quiet)
+    facts = {key: value for key, value in cache.stats().as_dict().items() if key in JSON_KEYS}
+    facts |= {
+        "tokens_per_s": written.tokens_per_s,
+        "identical": None,
+        "text": written.texts[0] if len(written.texts) == 1 else written.texts,
+        "peak_rss": peak_rss(),
+        "name": f"moecache {policy}",
+    }
+    cache.close()
+    return facts, written
+
+
+def run_other(args: argparse.Namespace, tokenizer: Any, batches: list[list[str]], name: str) -> dict[str, Any]:
+    """Decode without moecache: ``resident`` or ``accelerate``."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = load_resident(args) if name == "resident" else load_accelerate(args, folder)
+        written = write(model, tokenizer, batches, args, quiet=True)
+    return {"tokens_per_s": written.tokens_per_s, "peak_rss": peak_rss()}
+
+
+def compare(argv: list[str]) -> list[dict[str, Any]]:
+    """The other contenders, each in a process of its own so that its memory is its own."""
+    rows = []
+    for contender, name in (("lru", "moecache lru"), ("resident", "fully resident"), ("accelerate", "accelerate disk")):
+        if contender == "accelerate" and importlib.util.find_spec("accelerate") is None:
+            rows.append({"name": name, "note": "not installed"})
+            continue
+        done = subprocess.run(
+            [sys.executable, __file__, *argv, "--contender", contender], capture_output=True, text=True
+        )
+        if done.returncode:
+            rows.append({"name": name, "note": "failed: " + (done.stderr.strip().splitlines() or ["?"])[-1][:80]})
+        else:
+            rows.append(json.loads(done.stdout.splitlines()[-1]) | {"name": name})
+    return rows
+
+
+def mib(nbytes: float) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """One line a contender; a fact that a contender does not have is left blank."""
+    head = ("", "tokens/s", "hits", "demand fetches", "prefetches (useful)", "stall", "cache (experts)", "host peak")
+    lines = [head]
+    for row in rows:
+        if "note" in row:
+            lines.append((row["name"], "-", *[""] * 6))
+            continue
+        cached = ("",) * 5
+        if "hit_rate" in row:
+            cached = (
+                f"{row['hit_rate']:.1%}",
+                f"{row['misses']:,}, {mib(row['bytes_demand'])}",
+                f"{row['prefetch_issued']:,} ({row['prefetch_useful']:,}), {mib(row['bytes_prefetch'])}",
+                f"{row['stall_s']:.2f} s",
+                f"{mib(row['resident_bytes'])} ({row['capacity_experts']:,})",
+            )
+        lines.append((row["name"], f"{row['tokens_per_s']:.1f}", *cached, mib(row["peak_rss"])))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    text.insert(1, "-" * len(max(text, key=len)))
+    text += [f"{row['name']}: {row['note']}" for row in rows if "note" in row]
+    total = rows[0]["expert_bytes_total"]
+    text.append(
+        f"all experts: {mib(total)}; tokens/s without the prompt's own pass; host peak: resident memory of the process"
+    )
+    return "\n".join(text)
+
+
+def capacity(text: str) -> int | float | str:
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", type=Path, default=TINY, help="folder of a transformers MoE checkpoint"
+    )
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument(
+        "--prompt", action="append", help="several make a batch; none: prompts of several kinds, one by one"
+    )
+    prompts.add_argument("--prompt-file", type=Path, help="a text file that is the prompt")
+    parser.add_argument(
+        "--capacity", type=capacity, default=0.25, help="experts, fraction of all experts, or bytes such as 8GiB"
+    )
+    parser.add_argument(
+        "--bank", choices=("disk", "ram"), default="disk", help="where the experts that are not cached lie"
+    )
+    parser.add_argument("--policy", default="expected-next-use")
+    parser.add_argument("--max-new-tokens", type=int, default=200)
+    parser.add_argument("--history", type=Path, help="file of earlier requests: read if it exists, written at the end")
+    parser.add_argument(
+        "--check", action="store_true", help="decode again with the resident model; exit 1 unless all is equal"
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="more rows: fully resident, LRU, accelerate's disk offload"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the facts as one object")
+    parser.add_argument("--contender", choices=("lru", "resident", "accelerate"), help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def read_prompts(args: argparse.Namespace) -> list[list[str]]:
+    """The batches to decode, one after the other."""
+    if args.prompt:
+        return [args.prompt]
+    if args.prompt_file:
+        try:
+            return [[args.prompt_file.read_text()]]
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--prompt-file: {error}") from error
+    if PROMPTS.exists():
+        return [[prompt] for prompt in json.loads(PROMPTS.read_text()).values()]
+    return [["def __init__(self, name):\n"], ["#include <stdio.h>\n\n"], ["<html>\n<head>\n<title>"]]
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    if not (args.model / "config.json").is_file():
+        raise InputError(f"{args.model}: no model here (no config.json)")
+    if args.max_new_tokens < 1:
+        raise InputError(f"--max-new-tokens must be at least 1, not {args.max_new_tokens}")
+    for option, path in (("--json", args.json), ("--history", args.history)):
+        if path and not path.resolve().parent.is_dir():
+            raise InputError(f"{option}: the folder of {path} does not exist")
+    if args.prompt and not all(args.prompt):
+        raise InputError("--prompt: an empty prompt gives the model nothing to go on")
+
+
+def run(argv: list[str]) -> int:
+    args = parse(argv)
+    check_arguments(args)
+    batches = read_prompts(args)
+    disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+
+    if args.contender:
+        args.check, args.history = False, None
+        if args.contender == "lru":
+            row, _ = run_cached(args, tokenizer, batches, "lru", quiet=True)
+        else:
+            row = run_other(args, tokenizer, batches, args.contender)
+        print(json.dumps(row))
+        return 0
+
+    facts, ours = run_cached(args, tokenizer, batches, args.policy, quiet=False)
+    if args.check:
+        facts["identical"] = identical(ours, write(load_resident(args), tokenizer, batches, args, quiet=True))
+    print("\n" + table([facts, *(compare(argv) if args.compare else [])]))
+    if args.json:
+        args.json.write_text(json.dumps({key: facts[key] for key in JSON_KEYS}, indent=2) + "\n")
+    if args.check:
+        same = facts["identical"]
+        print(
+            "\ncheck: tokens and logits equal the resident model's"
+            if same
+            else "\ncheck: DIFFERS from the resident model"
+        )
+        return 0 if same else 1
+    return 0
+
+
+def main() -> int:
+    try:
+        return run(sys.argv[1:])
+    except (InputError, moecache.MoeCacheError, OSError) as error:
+        print(f"decode.py: {(str(error).strip().splitlines() or [type(error).__name__])[0]}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
