@@ -1,0 +1,234 @@
+# C declarations of the engine: the records it works on and the few system calls Cython does not declare itself.
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+
+
+cdef extern from *:
+    """
+    #include <errno.h>
+    #include <fcntl.h>
+    #include <pthread.h>
+    #include <string.h>
+    #include <sys/prctl.h>
+    #include <sys/stat.h>
+    #include <time.h>
+    #include <unistd.h>
+
+    static inline void store_release(int32_t *to, int32_t value) { __atomic_store_n(to, value, __ATOMIC_RELEASE); }
+    static inline int32_t load_acquire(const int32_t *from) { return __atomic_load_n(from, __ATOMIC_ACQUIRE); }
+    static inline int64_t add_relaxed(int64_t *to, int64_t value) {
+        return __atomic_add_fetch(to, value, __ATOMIC_RELAXED);
+    }
+
+    static inline int64_t now_ns(void) {
+        struct timespec t;
+        clock_gettime(CLOCK_MONOTONIC, &t);
+        return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+    }
+
+    static inline int cond_init(pthread_cond_t *cond) {
+        pthread_condattr_t attr;
+        pthread_condattr_init(&attr);
+        pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
+        int error = pthread_cond_init(cond, &attr);
+        pthread_condattr_destroy(&attr);
+        return error;
+    }
+
+    static inline void cond_wait_until(pthread_cond_t *cond, pthread_mutex_t *mutex, int64_t deadline_ns) {
+        struct timespec t = {deadline_ns / 1000000000, deadline_ns % 1000000000};
+        pthread_cond_timedwait(cond, mutex, &t);
+    }
+
+    /* The default slack of 50 us would make every poll of a copy that late. */
+    static inline void precise_timers(void) { prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL); }
+
+    /* Alignment that direct reads of this file need; 0: the file system says it has none. */
+    static inline int64_t direct_alignment(int fd) {
+    #ifdef STATX_DIOALIGN
+        struct statx s;
+        if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &s) == 0 && (s.stx_mask & STATX_DIOALIGN))
+            return s.stx_dio_mem_align > s.stx_dio_offset_align ? s.stx_dio_mem_align : s.stx_dio_offset_align;
+    #endif
+        return 4096;
+    }
+
+    static int32_t forks = 0;  /* threads do not survive a fork: an engine made before one is dead after it */
+    static void count_fork(void) { forks++; }
+    static void watch_forks(void) { pthread_atfork(NULL, NULL, count_fork); }
+    static int32_t fork_count(void) { return forks; }
+    """
+    ctypedef struct pthread_t:
+        pass
+    ctypedef struct pthread_mutex_t:
+        pass
+    ctypedef struct pthread_cond_t:
+        pass
+    int pthread_create(pthread_t *, void *, void *(*)(void *) noexcept nogil, void *) nogil
+    int pthread_join(pthread_t, void **) nogil
+    int pthread_mutex_init(pthread_mutex_t *, void *) nogil
+    int pthread_mutex_lock(pthread_mutex_t *) nogil
+    int pthread_mutex_unlock(pthread_mutex_t *) nogil
+    int pthread_mutex_destroy(pthread_mutex_t *) nogil
+    int pthread_cond_wait(pthread_cond_t *, pthread_mutex_t *) nogil
+    int pthread_cond_signal(pthread_cond_t *) nogil
+    int pthread_cond_broadcast(pthread_cond_t *) nogil
+    int pthread_cond_destroy(pthread_cond_t *) nogil
+    void store_release(int32_t *, int32_t) nogil
+    int32_t load_acquire(const int32_t *) nogil
+    int64_t add_relaxed(int64_t *, int64_t) nogil
+    int64_t now_ns() nogil
+    int cond_init(pthread_cond_t *) nogil
+    void cond_wait_until(pthread_cond_t *, pthread_mutex_t *, int64_t) nogil
+    void precise_timers() nogil
+    int64_t direct_alignment(int) nogil
+    int32_t fork_count() nogil
+    void watch_forks() nogil
+    int O_DIRECT
+    int O_CLOEXEC
+
+
+cdef enum:
+    MAX_PIECES = 8          # segments one chunk may touch
+    MAX_DEPTH = 64          # chunks an asynchronous link may have outstanding
+
+cdef enum:                  # what a link answers: 0 is done, a positive number is an errno
+    PENDING = -1
+    END_OF_FILE = -2
+    THREAD_ENDS = -3        # only a faulty link says this: the I/O thread is to vanish
+    CUDA_ERROR = 100000     # plus the cudaError_t
+
+cdef enum:                  # level of a job
+    DEMAND = 0
+    PREFETCH = 1
+
+cdef enum:                  # state of a slot's job
+    IDLE = 0                # none, complete, failed or dropped
+    QUEUED = 1              # in a queue; perhaps begun and overtaken, or still being cut into chunks
+    BLOCKED = 2             # may not begin before an earlier tenancy's copy into the slot has stopped
+    HELD = 3                # one thread copies it, chunk by chunk
+    FLYING = 4              # all its chunks are on an asynchronous link
+
+cdef struct Segment:
+    int32_t file            # -1: host memory
+    int32_t region
+    uint64_t source         # byte offset in the file, or address
+    int64_t nbytes
+    uint64_t offset         # inside the slot's room of the region
+
+cdef struct Chunk:          # the unit that travels; from a file its pieces are neighbours there
+    int32_t file
+    int32_t pieces
+    int64_t nbytes
+    uint64_t source[MAX_PIECES]
+    uint64_t target[MAX_PIECES]
+    int64_t length[MAX_PIECES]
+
+cdef struct File:
+    int direct              # descriptor opened past the page cache, -1: refused
+    int buffered
+    int32_t refused         # the first direct read was refused
+    int64_t align
+
+cdef struct Counters:       # 64-bit
+    int64_t bytes_demand
+    int64_t bytes_prefetch
+    int64_t jobs_demand
+    int64_t jobs_prefetch
+    int64_t joined
+    int64_t prefetch_dropped
+    int64_t prefetch_cancelled
+    int64_t failed
+    int64_t stall_ns
+    int64_t busy_ns
+    int64_t direct_reads
+    int64_t buffered_reads
+    int64_t helped
+
+cdef struct Mover:          # what a thread that moves bytes has for itself
+    File* files
+    Counters* counters
+    unsigned char* bounce   # aligned buffer for direct reads, made at the first one
+    int64_t bounce_bytes
+    int64_t fault_offset    # where in the file the last error was
+    int64_t short_read      # injected: most bytes one read returns, 0: no limit
+    bint refuse_direct      # injected: direct reads answer EINVAL
+    bint on_thread          # an I/O thread's, not a helping caller's
+    Mover* next
+
+cdef struct Link:
+    bint asynchronous       # copy() only starts a chunk, query() tells when it is over
+    bint direct             # read files past the page cache
+    int32_t depth           # chunks outstanding at most
+    int64_t file_chunk      # most bytes of a chunk that comes from a file, 0: it reads none
+    int (*enter)(Link*) noexcept nogil                       # on the I/O thread, once
+    int (*begin)(Link*, int32_t slot) noexcept nogil         # before a job's first chunk
+    int (*copy)(Link*, Mover*, Chunk*, int32_t ticket) noexcept nogil
+    int (*query)(Link*, Mover*, int32_t ticket, int64_t* again_ns) noexcept nogil
+    void* state
+
+cdef struct Slot:
+    int32_t state
+    int32_t level
+    int32_t source
+    int32_t generation      # of the live job
+    int32_t newest          # highest generation seen, also through a drop
+    int32_t dropped         # highest generation dropped
+    float priority
+    int32_t previous        # demand queue
+    int32_t next
+    int32_t heap            # position in the prefetch queue
+    int64_t sequence        # names one admission; 0: none is live, so that a late chunk finds nobody
+    int64_t segment         # next byte to move: segment and offset in it
+    int64_t offset
+    int32_t begun
+    int32_t outstanding     # chunks of the live job that are moving
+    int32_t stale           # chunks of earlier jobs that still move into the slot
+    int32_t fault           # of the last failed job
+    int32_t fault_file
+    int64_t fault_offset
+
+cdef struct Flight:         # a chunk on an asynchronous link
+    int32_t slot
+    int32_t level
+    int64_t sequence
+    int64_t nbytes
+    int32_t file
+    bint last
+
+cdef struct Room:
+    pthread_mutex_t lock
+    pthread_cond_t work     # I/O threads sleep here
+    pthread_cond_t done     # waiting callers sleep here
+    bint closing
+    int32_t threads
+    int32_t threads_ended   # before they were told to
+    int thread_error        # why, if it is known
+    int32_t sleepers
+    int32_t waiters
+    int32_t helpers
+    int32_t slots_count
+    int32_t* complete       # the caller's
+    Slot* slots
+    Segment* segments
+    int64_t* segment_start
+    uint64_t* region_address
+    uint64_t* region_stride
+    int32_t first           # demand queue, a list through the slots
+    int32_t last
+    int32_t demand_count
+    int32_t* heap           # prefetch queue
+    int32_t heap_count
+    int64_t sequence
+    int32_t live            # jobs that are not idle
+    int32_t stale           # sum of all slots' stale
+    int64_t chunk_bytes
+    int64_t window_bytes
+    Link* link
+    File* files
+    int32_t files_count
+    Counters counters
+    Mover* movers           # spare ones, for callers that help
+    Flight flights[MAX_DEPTH]
+    int32_t flight_first
+    int32_t flight_count
+    int64_t flight_bytes

@@ -1,0 +1,588 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
+"""The room that moves bytes: a queue of two levels, native I/O threads, and the links they copy over.
+
+It knows sources, slots and segments, not experts, and decides nothing. A submission is one native call; a slot's
+number in ``complete`` tells when its bytes are all there; waiting never holds the GIL, and a waiting caller copies
+what it waits for itself where the link allows that.
+"""
+
+import os
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+
+from cpython.exc cimport PyErr_CheckSignals
+from libc.errno cimport EAGAIN, EINTR, EINVAL, EIO, ENOMEM, EOPNOTSUPP, errno
+from libc.stdint cimport INT64_MAX, uintptr_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy, memset
+from posix.fcntl cimport POSIX_FADV_DONTNEED, posix_fadvise
+from posix.stdlib cimport posix_memalign
+from posix.time cimport nanosleep, timespec
+from posix.types cimport off_t
+from posix.unistd cimport pread
+
+from moecache.errors import ClosedError, RoutingError, TransferError
+
+include "_links.pxi"
+include "_queue.pxi"
+
+_STATES = ("idle", "queued", "waiting for an earlier copy into its slot", "being copied", "on the link")
+
+cdef enum:                  # how a wait ended
+    READY = 0
+    FAILED = 1
+    LOST = 2                # dropped, or its slot was given to a later generation
+    CLOSED = 3
+    DEAD = 4
+    TIMEOUT = 5
+    SLICE = 6               # time to look at signals
+
+cdef enum:
+    SLICE_NS = 200000000    # how late Ctrl-C may be noticed
+
+watch_forks()
+
+
+cdef void* thread_main(void* argument) noexcept nogil:
+    cdef Room* room = <Room*> argument
+    cdef Mover* mover
+    precise_timers()
+    pthread_mutex_lock(&room.lock)
+    mover = take_mover(room)
+    if mover != NULL:
+        mover.on_thread = True
+        room.thread_error = room.link.enter(room.link)
+        if room.thread_error == 0:
+            if room.link.asynchronous:
+                serve_asynchronous(room, mover)
+            else:
+                serve(room, mover)
+        mover.on_thread = False
+        give_mover(room, mover)
+    if not room.closing:
+        room.threads_ended += 1
+    pthread_cond_broadcast(&room.done)
+    pthread_mutex_unlock(&room.lock)
+    return NULL
+
+
+cdef Mover* take_mover(Room* room) noexcept nogil:
+    cdef Mover* mover = room.movers
+    if mover != NULL:
+        room.movers = mover.next
+        return mover
+    mover = <Mover*> calloc(1, sizeof(Mover))
+    if mover != NULL:
+        mover.files = room.files
+        mover.counters = &room.counters
+        mover.bounce_bytes = ((room.chunk_bytes + 4095) & ~4095) + 2 * 4096
+    return mover
+
+
+cdef void give_mover(Room* room, Mover* mover) noexcept nogil:
+    mover.next = room.movers
+    room.movers = mover
+
+
+cdef bint help_one(Room* room, const int32_t* slots, const int32_t* generations, Py_ssize_t n) noexcept nogil:
+    """Copy the first demand job still queued among those waited for; False when there is none."""
+    cdef Py_ssize_t i
+    cdef Slot* job
+    cdef Mover* mover
+    for i in range(n):
+        job = &room.slots[slots[i]]
+        if job.state != QUEUED or job.level != DEMAND or job.generation != generations[i]:
+            continue
+        mover = take_mover(room)
+        if mover == NULL:
+            return False
+        room.helpers += 1
+        room.counters.helped += 1
+        carry(room, mover, slots[i])
+        room.helpers -= 1
+        give_mover(room, mover)
+        if room.closing and room.helpers == 0:
+            pthread_cond_broadcast(&room.done)
+        return True
+    return False
+
+
+cdef int look(Room* room, const int32_t* slots, const int32_t* generations, Py_ssize_t n, bint every,
+              Py_ssize_t* position) noexcept nogil:
+    """How the wait stands: READY, FAILED, LOST with the position, or SLICE when it goes on."""
+    cdef Py_ssize_t i
+    cdef int32_t value
+    cdef int found = READY if every else SLICE
+    for i in range(n):
+        value = load_acquire(&room.complete[slots[i]])
+        if value == generations[i]:
+            if every:
+                continue
+            position[0] = i
+            return READY
+        if every:
+            found = SLICE
+        if value == -generations[i]:
+            position[0] = i
+            found = FAILED
+        elif found != FAILED and (room.slots[slots[i]].newest > generations[i]
+                                  or room.slots[slots[i]].dropped >= generations[i]):
+            position[0] = i
+            found = LOST
+        if every and found != SLICE:
+            return found
+    return found
+
+
+cdef int await_jobs(Room* room, const int32_t* slots, const int32_t* generations, Py_ssize_t n, bint every,
+                    int64_t deadline, int64_t slice_end, Py_ssize_t* position) noexcept nogil:
+    cdef int64_t began = now_ns()
+    cdef int found
+    pthread_mutex_lock(&room.lock)
+    while True:
+        found = look(room, slots, generations, n, every, position)
+        if found != SLICE:
+            break
+        if room.closing:
+            found = CLOSED
+            break
+        if room.threads_ended:
+            found = DEAD
+            break
+        if now_ns() >= deadline:
+            found = TIMEOUT
+            break
+        if now_ns() >= slice_end:
+            break
+        if not room.link.asynchronous and help_one(room, slots, generations, n):
+            continue
+        room.waiters += 1
+        cond_wait_until(&room.done, &room.lock, min(deadline, slice_end))
+        room.waiters -= 1
+    room.counters.stall_ns += now_ns() - began
+    pthread_mutex_unlock(&room.lock)
+    return found
+
+
+cdef int await_idle(Room* room, int64_t deadline, int64_t slice_end) noexcept nogil:
+    cdef int found = SLICE
+    pthread_mutex_lock(&room.lock)
+    while found == SLICE:
+        if room.live == 0 and room.stale == 0:
+            found = READY
+        elif room.closing:
+            found = CLOSED
+        elif room.threads_ended:
+            found = DEAD
+        elif now_ns() >= deadline:
+            found = TIMEOUT
+        elif now_ns() >= slice_end:
+            break
+        else:
+            room.waiters += 1
+            cond_wait_until(&room.done, &room.lock, min(deadline, slice_end))
+            room.waiters -= 1
+    pthread_mutex_unlock(&room.lock)
+    return found
+
+
+cdef void stop(Room* room, pthread_t* threads) noexcept nogil:
+    cdef int32_t i
+    pthread_mutex_lock(&room.lock)
+    room.closing = True
+    for i in range(room.slots_count):
+        if room.slots[i].state != IDLE:
+            cancel(room, i)
+    pthread_cond_broadcast(&room.work)
+    pthread_cond_broadcast(&room.done)
+    while room.helpers:
+        pthread_cond_wait(&room.done, &room.lock)
+    pthread_mutex_unlock(&room.lock)
+    for i in range(room.threads):
+        pthread_join(threads[i], NULL)
+    room.threads = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """Where the bytes of every source lie and where in a slot they go. Source number = global expert number.
+
+    Attributes
+    ----------
+    segment_start : int64[n + 1]
+        Source ``i`` consists of the segments ``segment_start[i]`` to ``segment_start[i + 1] - 1``.
+    segment_file : int32[S]
+        Index into `files`, or -1: host memory.
+    segment_source : uint64[S]
+        Byte offset in the file, or host address.
+    segment_nbytes : int64[S]
+    segment_region : int32[S]
+        Region of the destination.
+    segment_offset : int64[S]
+        Byte offset inside the slot's room of that region.
+    files
+        Paths of the files.
+    """
+
+    segment_start: object
+    segment_file: object
+    segment_source: object
+    segment_nbytes: object
+    segment_region: object
+    segment_offset: object
+    files: tuple = ()
+
+
+cdef class _Keeper:
+    """Owns the C record. The finalizer holds this and not the engine, so that it can run when the engine is gone."""
+    cdef Room room
+    cdef pthread_t threads[64]
+    cdef int32_t forks
+    cdef bint closed
+    cdef _Link link
+    cdef tuple paths
+    cdef object complete, owner, sources
+
+    def __cinit__(self):
+        self.forks = fork_count()
+        self.room.first = self.room.last = -1
+        pthread_mutex_init(&self.room.lock, NULL)
+        cond_init(&self.room.work)
+        cond_init(&self.room.done)
+
+    cdef void close(self):
+        if self.closed or self.forks != fork_count():
+            return
+        self.closed = True
+        cdef Room* room = &self.room
+        with nogil:
+            stop(room, self.threads)
+        for i in range(room.files_count):
+            os.close(room.files[i].buffered)
+            if room.files[i].direct >= 0:
+                os.close(room.files[i].direct)
+        room.files_count = 0
+        while room.movers != NULL:
+            mover = room.movers
+            room.movers = mover.next
+            free(mover.bounce)
+            free(mover)
+        if self.link is not None:
+            self.link.in_use = False
+        self.owner = self.sources = None
+
+    def __dealloc__(self):
+        # The copies of a parent's threads in a forked child hold the lock for ever: leave everything as it is.
+        if self.forks != fork_count():
+            return
+        self.close()
+        free(self.room.slots)
+        free(self.room.segments)
+        free(self.room.segment_start)
+        free(self.room.region_address)
+        free(self.room.region_stride)
+        free(self.room.heap)
+        free(self.room.files)
+        pthread_cond_destroy(&self.room.work)
+        pthread_cond_destroy(&self.room.done)
+        pthread_mutex_destroy(&self.room.lock)
+
+
+def _close(_Keeper keeper):
+    keeper.close()
+
+
+cdef void* room_for(Py_ssize_t count, size_t size) except NULL:
+    cdef void* made = calloc(max(count, 1), size)
+    if made == NULL:
+        raise MemoryError()
+    return made
+
+
+cdef void fill_segments(_Keeper keeper, sources, Py_ssize_t regions) except *:
+    """Check the sources and lay them out as C records, each source's segments in the order of the file."""
+    cdef Room* room = &keeper.room
+    start = np.ascontiguousarray(sources.segment_start, dtype=np.int64)
+    columns = [np.ascontiguousarray(getattr(sources, "segment_" + name), dtype=dtype)
+               for name, dtype in (("file", np.int32), ("source", np.uint64), ("nbytes", np.int64),
+                                   ("region", np.int32), ("offset", np.int64))]
+    total = start[len(start) - 1] if len(start) else -1
+    if total < 0 or start[0] != 0 or np.any(np.diff(start) < 0) or any(len(column) != total for column in columns):
+        raise ValueError("segment_start must rise from 0 to the length that all segment arrays share")
+    number = np.repeat(np.arange(len(start) - 1), np.diff(start))
+    order = np.lexsort((columns[1], columns[0], number))
+    order = order[columns[2][order] > 0]
+    cdef int32_t[::1] file = columns[0][order]
+    cdef uint64_t[::1] source = columns[1][order]
+    cdef int64_t[::1] nbytes = columns[2][order]
+    cdef int32_t[::1] region = columns[3][order]
+    cdef int64_t[::1] offset = columns[4][order]
+    cdef int64_t[::1] first = np.searchsorted(number[order], np.arange(len(start)))
+    if np.any(columns[2] < 0):
+        raise ValueError("segment_nbytes must not be negative")
+    if len(order) and not (0 <= min(region) and max(region) < regions and max(file) < len(sources.files)):
+        raise ValueError(f"a segment names a region outside 0..{regions - 1} or a file outside the "
+                         f"{len(sources.files)} given")
+    room.segments = <Segment*> room_for(len(order), sizeof(Segment))
+    room.segment_start = <int64_t*> room_for(len(start), sizeof(int64_t))
+    cdef Py_ssize_t i
+    for i in range(file.shape[0]):
+        room.segments[i] = Segment(file=file[i], region=region[i], source=source[i], nbytes=nbytes[i],
+                                   offset=<uint64_t> offset[i])
+    for i in range(first.shape[0]):
+        room.segment_start[i] = first[i]
+
+
+cdef void open_files(_Keeper keeper, paths) except *:
+    cdef Room* room = &keeper.room
+    cdef File* file
+    room.files = <File*> room_for(len(paths), sizeof(File))
+    for path in paths:
+        file = &room.files[room.files_count]
+        file.buffered = os.open(path, os.O_RDONLY | O_CLOEXEC)
+        file.direct = -1
+        file.align = 4096
+        room.files_count += 1
+        if not room.link.direct:
+            continue
+        try:
+            file.direct = os.open(path, os.O_RDONLY | O_DIRECT | O_CLOEXEC)
+        except OSError:
+            continue        # the file system refuses: read through the cache, counted in buffered_reads
+        file.align = direct_alignment(file.direct)
+        if not 1 <= file.align <= 4096:
+            file.refused = 1
+
+
+cdef class Engine:
+    """Moves experts into slots. The face, its words and its errors are described in ``_engine.pyi``."""
+    cdef _Keeper keeper
+    cdef Room* room
+    cdef int32_t sources_count
+    cdef object finalizer
+    cdef object __weakref__
+
+    def __init__(self, sources, region_address, region_stride, complete, *, link=None, threads=1,
+                 chunk_bytes=2 << 20, window_bytes=4 << 20, owner=None):
+        cdef _Keeper keeper = _Keeper()
+        cdef Room* room = &keeper.room
+        cdef uint64_t[::1] address = np.ascontiguousarray(region_address, dtype=np.uint64)
+        cdef uint64_t[::1] stride = np.ascontiguousarray(region_stride, dtype=np.int64).view(np.uint64)
+        cdef int32_t[::1] slots = complete
+        if not 1 <= threads <= 64 or chunk_bytes < 1 or window_bytes < 1:
+            raise ValueError(f"need 1 to 64 threads, chunk_bytes > 0 and window_bytes > 0, got {threads}, "
+                             f"{chunk_bytes} and {window_bytes}")
+        if address.shape[0] != stride.shape[0]:
+            raise ValueError("region_address and region_stride must have one entry per region")
+        if link is None:
+            link = FileLink() if len(sources.files) else HostLink()
+        keeper.link = link
+        if keeper.link.in_use:
+            raise ValueError("this link already serves another engine; give each its own")
+        if len(sources.files) and keeper.link.link.file_chunk <= 0:
+            raise ValueError(f"{type(link).__name__} cannot read files, and the sources have {len(sources.files)}")
+        room.link = &keeper.link.link
+        room.chunk_bytes = chunk_bytes
+        room.window_bytes = window_bytes
+        room.complete = &slots[0] if slots.shape[0] else NULL
+        keeper.complete, keeper.owner, keeper.sources = complete, owner, sources
+        keeper.paths = tuple(os.fspath(path) for path in sources.files)
+        fill_segments(keeper, sources, address.shape[0])
+        room.region_address = <uint64_t*> room_for(address.shape[0], sizeof(uint64_t))
+        room.region_stride = <uint64_t*> room_for(address.shape[0], sizeof(uint64_t))
+        for i in range(address.shape[0]):
+            room.region_address[i] = address[i]
+            room.region_stride[i] = stride[i]
+        room.slots = <Slot*> room_for(slots.shape[0], sizeof(Slot))
+        room.heap = <int32_t*> room_for(slots.shape[0], sizeof(int32_t))
+        room.slots_count = <int32_t> slots.shape[0]
+        open_files(keeper, keeper.paths)
+        self.keeper = keeper
+        self.room = room
+        self.sources_count = len(sources.segment_start) - 1
+        # Chunks of an asynchronous link land in the order they were started: one thread keeps that order.
+        for _ in range(1 if room.link.asynchronous else threads):
+            error = pthread_create(&keeper.threads[room.threads], NULL, thread_main, room)
+            if error:
+                keeper.close()
+                raise OSError(error, "no I/O thread could be started: " + os.strerror(error))
+            room.threads += 1
+        keeper.link.in_use = room.link.asynchronous
+        self.finalizer = weakref.finalize(self, _close, keeper)
+
+    cdef int usable(self) except -1:
+        if self.keeper is None or self.keeper.closed:
+            raise ClosedError("the engine is closed")
+        if self.keeper.forks != fork_count():
+            raise ClosedError("the engine belongs to the parent process: I/O threads do not survive a fork. "
+                              "Make a new one in the child")
+        return 0
+
+    @property
+    def closed(self):
+        return self.keeper is None or self.keeper.closed
+
+    def submit(self, const int32_t[:, ::1] fetch=None, const int32_t[:, ::1] prefetch=None,
+               const float[::1] priority=None, const int32_t[:, ::1] drop=None):
+        cdef Room* room = self.room
+        cdef Py_ssize_t fetches = 0, prefetches = 0, drops = 0, i
+        cdef int32_t woken = 0
+        self.usable()
+        if fetch is not None:
+            fetches = fetch.shape[0]
+            self.check(fetch, 3)
+        if prefetch is not None:
+            prefetches = prefetch.shape[0]
+            self.check(prefetch, 3)
+            if priority is None or priority.shape[0] != prefetches:
+                raise RoutingError(f"{prefetches} prefetches need as many priorities")
+        if drop is not None:
+            drops = drop.shape[0]
+            self.check(drop, 2)
+        if fetches + prefetches + drops == 0:
+            return
+        pthread_mutex_lock(&room.lock)
+        if room.closing or room.threads_ended:
+            pthread_mutex_unlock(&room.lock)
+            self.give_up(CLOSED if room.closing else DEAD, 0, 0, 0, 0.0)
+        for i in range(drops):
+            drop_row(room, drop[i, 0], drop[i, 1])
+        for i in range(fetches):
+            woken += admit(room, fetch[i, 0], fetch[i, 1], fetch[i, 2], DEMAND, 0)
+        for i in range(prefetches):
+            woken += admit(room, prefetch[i, 0], prefetch[i, 1], prefetch[i, 2], PREFETCH, priority[i])
+        wake_workers(room, woken)
+        pthread_mutex_unlock(&room.lock)
+
+    cdef int check(self, const int32_t[:, ::1] rows, Py_ssize_t width) except -1:
+        cdef Py_ssize_t i
+        cdef int32_t slot
+        if rows.shape[0] and rows.shape[1] != width:
+            raise RoutingError(f"rows of {width} numbers are needed, got {rows.shape[1]}")
+        for i in range(rows.shape[0]):
+            slot = rows[i, width - 2]
+            if not 0 <= slot < self.room.slots_count:
+                raise RoutingError(f"slot {slot} of row {i} is outside 0..{self.room.slots_count - 1}")
+            if rows[i, width - 1] <= 0:
+                raise RoutingError(f"generation {rows[i, width - 1]} of row {i} is not positive")
+            if width == 3 and not 0 <= rows[i, 0] < self.sources_count:
+                raise RoutingError(f"source {rows[i, 0]} of row {i} is outside 0..{self.sources_count - 1}")
+        return 0
+
+    def wait_any(self, const int32_t[::1] slots not None, const int32_t[::1] generations not None, double timeout):
+        return self.wait(slots, generations, timeout, False)
+
+    def wait_all(self, const int32_t[::1] slots not None, const int32_t[::1] generations not None, double timeout):
+        self.wait(slots, generations, timeout, True)
+
+    cdef Py_ssize_t wait(self, const int32_t[::1] slots, const int32_t[::1] generations, double timeout,
+                         bint every) except -1:
+        cdef Room* room = self.room
+        cdef Py_ssize_t n = slots.shape[0], i, position = 0
+        cdef int found
+        cdef int64_t deadline
+        self.usable()
+        if generations.shape[0] != n or (n == 0 and not every):
+            raise RoutingError(f"{n} slots and {generations.shape[0]} generations: need as many, and at least one")
+        for i in range(n):
+            if not 0 <= slots[i] < room.slots_count:
+                raise RoutingError(f"slot {slots[i]} is outside 0..{room.slots_count - 1}")
+        if n == 0 or look(room, &slots[0], &generations[0], n, every, &position) == READY:
+            return position
+        deadline = deadline_after(timeout)
+        while True:
+            with nogil:
+                found = await_jobs(room, &slots[0], &generations[0], n, every, deadline, now_ns() + SLICE_NS,
+                                   &position)
+            if found == READY:
+                return position
+            if found != SLICE:
+                self.give_up(found, position, slots[position], generations[position], timeout)
+            PyErr_CheckSignals()
+
+    def drain(self, double timeout):
+        cdef int found
+        cdef int64_t deadline = deadline_after(timeout)
+        self.usable()
+        while True:
+            with nogil:
+                found = await_idle(self.room, deadline, now_ns() + SLICE_NS)
+            if found == READY:
+                return
+            if found != SLICE:
+                self.give_up(found, 0, 0, 0, timeout)
+            PyErr_CheckSignals()
+
+    cdef int give_up(self, int found, Py_ssize_t position, int32_t slot, int32_t generation,
+                     double timeout) except -1:
+        """Raise what a call that ended like this has to raise."""
+        cdef Slot* job = &self.room.slots[slot]
+        cause = None
+        if found == CLOSED:
+            raise ClosedError("the engine was closed")
+        if found == DEAD:
+            if self.room.thread_error:
+                cause = system_error(self.room.thread_error, None, 0)
+            error = TransferError(f"an I/O thread has ended ({cause or 'reason unknown'}), copies can no longer be "
+                                  f"made; {self.state()}. Close this engine and make a new one")
+        elif found == TIMEOUT:
+            error = TransferError(f"not complete after {timeout:g} s: slot {slot}, generation {generation} "
+                                  f"({_STATES[job.state]}); {self.state()}. A slow link needs a longer timeout")
+        elif found == LOST:
+            error = TransferError(f"slot {slot}, generation {generation} was dropped, or given to another expert "
+                                  f"(generation {job.newest}), before its bytes were there")
+        else:
+            cause = system_error(job.fault, None if job.fault_file < 0 else self.keeper.paths[job.fault_file],
+                                 job.fault_offset)
+            error = TransferError(cause.errno, f"expert copy into slot {slot} failed: {cause.strerror}",
+                                  cause.filename)
+        error.position = position
+        raise error from cause
+
+    cdef str state(self):
+        cdef Room* room = self.room
+        busy = [f"slot {i} generation {room.slots[i].generation}" for i in range(room.slots_count)
+                if room.slots[i].state >= HELD]
+        return (f"{room.demand_count} demand and {room.heap_count} prefetch jobs queued, in flight: "
+                f"{', '.join(busy[:8]) or 'none'} ({room.flight_bytes} bytes on the link), "
+                f"{room.threads - room.threads_ended} of {room.threads} I/O threads alive")
+
+    def counters(self):
+        self.usable()
+        # Copied first: making Python objects may run any finalizer, and none may meet the lock held.
+        pthread_mutex_lock(&self.room.lock)
+        cdef Counters now = self.room.counters
+        pthread_mutex_unlock(&self.room.lock)
+        return dict(now)
+
+    def reset_counters(self):
+        self.usable()
+        pthread_mutex_lock(&self.room.lock)
+        memset(&self.room.counters, 0, sizeof(Counters))
+        pthread_mutex_unlock(&self.room.lock)
+
+    def close(self):
+        if self.keeper is not None:
+            self.keeper.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
+
+
+cdef int64_t deadline_after(double seconds) noexcept:
+    return now_ns() + <int64_t> (min(max(seconds, 0.0), 1e8) * 1e9)
+
+
+cdef object system_error(int fault, path, int64_t offset):
+    if fault >= CUDA_ERROR:
+        return OSError(EIO, f"CUDA error {fault - CUDA_ERROR}")
+    if path is None:
+        return OSError(fault, os.strerror(fault))
+    if fault == END_OF_FILE:
+        return OSError(EIO, f"file ends at byte {offset}, before the tensor does", path)
+    return OSError(fault, f"{os.strerror(fault)} at byte {offset}", path)
