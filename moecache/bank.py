@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 import torch
 
-from .checkpoint import PRESETS, CheckpointIndex, LayerSource, Layout, TensorExtent, element_count
+from .checkpoint import PRESETS, CheckpointIndex, LayerSource, Layout, TensorExtent, element_count, read_exactly
 from .errors import CheckpointError, ClosedError
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class ExpertBank:
         layout : Layout, str, mapping, or sequence of layer sources
             A layout, the name of a preset, a mapping of templates, or one entry a layer that names its tensors.
         location : {"disk", "ram"}
-            "disk" leaves the bytes where they are and reads only headers; "ram" reads each expert once into host memory.
+            "disk" leaves the bytes where they are and reads only headers; "ram" reads each expert into memory once.
         layers : sequence of int, optional
             The model's numbers of the layers wanted, with a layout of templates; all that match when None.
         names : sequence of str, optional
@@ -157,7 +157,7 @@ class ExpertBank:
         if isinstance(layout, str):
             layout = Layout.preset(layout)
         elif isinstance(layout, Mapping):
-            layout = Layout(layout)  # type: ignore[arg-type]
+            layout = Layout(layout)
         if isinstance(layout, Layout):
             sources, found_names = layout.resolve(index, layers)
         else:
@@ -319,13 +319,7 @@ class _Files:
     def _read_file(self, file: int, offset: int, nbytes: int, address: int) -> None:
         if file not in self._descriptors:
             self._descriptors[file] = os.open(self._paths[file], os.O_RDONLY)
-        view = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
-        done = 0
-        while done < nbytes:
-            count = os.preadv(self._descriptors[file], [view[done:]], offset + done)
-            if count == 0:
-                raise CheckpointError(f"{self._paths[file]}: ends {nbytes - done} bytes before an expert does")
-            done += count
+        read_exactly(self._descriptors[file], offset, nbytes, address, self._paths[file])
 
 
 class _Adopted(NamedTuple):

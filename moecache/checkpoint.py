@@ -6,6 +6,7 @@ then the tensors' bytes; the header gives every tensor's dtype, shape and byte r
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import torch
 
 from .errors import CheckpointError
 
-__all__ = ["PRESETS", "CheckpointIndex", "LayerSource", "Layout", "TensorExtent", "element_count"]
+__all__ = ["PRESETS", "CheckpointIndex", "LayerSource", "Layout", "TensorExtent", "element_count", "read_exactly"]
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
 
@@ -66,6 +67,17 @@ def element_count(shape: Sequence[int]) -> int:
     return count
 
 
+def read_exactly(descriptor: int, offset: int, nbytes: int, address: int, file: str) -> None:
+    """Read bytes of an open file to a host address; CheckpointError if the file ends early."""
+    view = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+    done = 0
+    while done < nbytes:
+        count = os.preadv(descriptor, [view[done:]], offset + done)
+        if count == 0:
+            raise CheckpointError(f"{file}: ends {nbytes - done} bytes before a tensor does")
+        done += count
+
+
 class CheckpointIndex:
     """All tensors of a checkpoint of one or more safetensors files.
 
@@ -108,6 +120,25 @@ class CheckpointIndex:
                     f"{file_name}: the index says it holds tensor {name!r}, but its header does not; "
                     "fetch the shard again"
                 )
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one tensor into host memory.
+
+        Raises
+        ------
+        CheckpointError
+            No such tensor, a dtype unknown to torch, or the file ends early.
+        """
+        if name not in self.tensors:
+            raise CheckpointError(f"tensor {name!r} is not in the checkpoint ({len(self.files)} files)")
+        extent = self.tensors[name]
+        if extent.dtype is None:
+            raise CheckpointError(f"{self.files[extent.file]}: tensor {name!r} has dtype {extent.dtype_name}")
+        raw = torch.empty(extent.nbytes, dtype=torch.uint8)
+        if extent.nbytes:
+            with open(self.files[extent.file], "rb", buffering=0) as stream:
+                read_exactly(stream.fileno(), extent.offset, extent.nbytes, raw.data_ptr(), self.files[extent.file])
+        return raw.view(extent.dtype).reshape(extent.shape)
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if a file has been replaced or written since its header was read."""

@@ -1,0 +1,99 @@
+"""Where requests begin and end: read from the calls of the model, so ``generate()`` needs no change."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from ..cache import ExpertCache, Request
+
+__all__ = ["Requests"]
+
+
+class _Current(threading.local):
+    """The request that this thread's forward passes of one model belong to."""
+
+    request: Request | None = None
+    decode: bool | None = None
+    counted: torch.Tensor | None = None
+    last_layer: int = -1
+    from_forward: bool = False
+
+
+class Requests:
+    """The current request of each thread.
+
+    A forward pass without ``past_key_values``, or with an empty one, begins a request and ends the thread's previous
+    one; any other continues it. Prompt tokens that the attention mask leaves out are computed but not counted.
+    """
+
+    def __init__(self, cache: ExpertCache, model: nn.Module) -> None:
+        self._cache = cache
+        self._current = _Current()
+        self._argument_names = list(inspect.signature(model.forward).parameters)
+
+    def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the top model."""
+        if args:
+            kwargs = {**dict(zip(self._argument_names, args, strict=False)), **kwargs}
+        tokens = kwargs.get("input_ids")
+        if tokens is None:
+            tokens = kwargs.get("inputs_embeds")
+        length = tokens.shape[1] if isinstance(tokens, torch.Tensor) and tokens.dim() > 1 else None
+        current = self._current
+        continues = _holds_tokens(kwargs.get("past_key_values"))
+        if not continues or current.request is None or not current.from_forward:
+            self._begin(from_forward=True)
+        current.decode = None if length is None else continues and length == 1
+        current.counted = None if length == 1 else _counted(kwargs.get("attention_mask"), length)
+
+    def current(self, layer: int, tokens: int) -> tuple[Request, bool | None, torch.Tensor | None]:
+        """The request, whether this is a decode step, and which rows count, for a call of one experts module.
+
+        A module that is called outside a forward pass of the top model opens a request on its own; it ends when the
+        next one begins, or when a layer that is not deeper than the last one is called with several tokens.
+        """
+        current = self._current
+        if current.request is None or (not current.from_forward and layer <= current.last_layer and tokens > 1):
+            self._begin(from_forward=False)
+        current.last_layer = layer
+        counted = current.counted
+        if counted is not None and counted.shape[0] != tokens:
+            counted = None
+        return current.request, current.decode, counted  # type: ignore[return-value]
+
+    def end(self) -> None:
+        """End this thread's request, if there is one."""
+        current = self._current
+        if current.request is not None:
+            request, current.request = current.request, None
+            if not self._cache.closed:
+                request.close()
+
+    def _begin(self, *, from_forward: bool) -> None:
+        self.end()
+        current = self._current
+        current.request = self._cache.request()
+        current.decode, current.counted, current.last_layer = None, None, -1
+        current.from_forward = from_forward
+
+
+def _holds_tokens(past: Any) -> bool:
+    if past is None:
+        return False
+    if hasattr(past, "get_seq_length"):
+        return int(past.get_seq_length()) > 0
+    return len(past) > 0
+
+
+def _counted(mask: Any, length: int | None) -> torch.Tensor | None:
+    """Rows of a prompt that a 2-D attention mask keeps, flattened as the experts see them; None for all."""
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or length is None or mask.shape[1] < length:
+        return None
+    kept = mask[:, -length:].reshape(-1).bool()
+    return None if bool(kept.all()) else kept
