@@ -1,0 +1,44 @@
+"""Run mixture-of-experts models whose experts do not fit on the device."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from . import errors
+from .bank import ExpertBank, Layout
+from .cache import ExpertCache, Lease, Request
+from .history import Fingerprint, History
+from .stats import Stats
+
+if TYPE_CHECKING:
+    from . import policy as policy
+    from .hf import attach as attach
+    from .hf import detach as detach
+    from .hf import load as load
+
+__all__ = [
+    "ExpertBank",
+    "ExpertCache",
+    "Fingerprint",
+    "History",
+    "Layout",
+    "Lease",
+    "Request",
+    "Stats",
+    "attach",
+    "detach",
+    "errors",
+    "load",
+    "policy",
+]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # transformers and Numba cost seconds to import: only who asks for them pays.
+    if name in ("attach", "detach", "load"):
+        return getattr(import_module("moecache.hf"), name)
+    if name == "policy":
+        return import_module("moecache.policy")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

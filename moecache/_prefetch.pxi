@@ -1,0 +1,150 @@
+# Included by _core.pyx: which experts of a coming layer to fetch ahead, and how that turned out.
+
+cdef enum:
+    MAX_AHEAD = 64
+
+# An expert is worth a transfer ahead of time from this chance on, and only over a victim whose next use is this many tokens later.
+cdef float CHANCE_WANTED = 0.45
+cdef float MARGIN_TOKENS = 1.0
+# Share of prefetches that must prove useful, measured over about the last 64; below it only one step in 16 still tries.
+cdef float USEFUL_FLOOR = 0.3
+cdef double USEFUL_DECAY = 1.0 / 64
+
+
+cdef class Prefetcher:
+    """Prefetches on their way or not used yet, and the measured share of useful ones."""
+
+    cdef bint enabled
+    cdef int32_t top_k, num_ahead
+    cdef int32_t[MAX_AHEAD] slot
+    cdef int32_t[MAX_AHEAD] generation
+    cdef int64_t[MAX_AHEAD] owner
+    cdef int64_t issued, useful, late, wasted, dropped, skipped
+    cdef double useful_share
+    cdef float[::1] chance
+
+    def __cinit__(self, int32_t num_slots, int32_t top_k, bint enabled):
+        self.enabled, self.top_k = enabled, top_k
+        self.useful_share = 1.0
+        self.chance = np.zeros(1, np.float32)
+
+    cdef void used(self, bint in_time) noexcept nogil:
+        if in_time:
+            self.useful += 1
+        else:
+            self.late += 1
+        self.useful_share += USEFUL_DECAY * (1 - self.useful_share)
+
+    cdef void _waste(self) noexcept nogil:
+        self.wasted += 1
+        self.useful_share -= USEFUL_DECAY * self.useful_share
+
+    cdef void settle(self, Core core, int64_t owner, Step step) noexcept:
+        # The layer has come: what was fetched for it and not asked for was wrong. What is still on its way is dropped.
+        cdef int n = 0, i
+        cdef int32_t slot
+        for i in range(self.num_ahead):
+            slot = self.slot[i]
+            if core.generation[slot] != self.generation[i] or not core.speculative[slot]:
+                continue
+            if self.owner[i] == owner and core.gid_layer[core.slot_gid[slot]] == step.layer:
+                self._reject(core, slot, step.plan)
+                continue
+            self.slot[n], self.generation[n], self.owner[n] = slot, self.generation[i], self.owner[i]
+            n += 1
+        self.num_ahead = n
+
+    cdef void _reject(self, Core core, int32_t slot, Plan plan) noexcept:
+        self._waste()
+        core.speculative[slot] = 0
+        if not core._is_complete(slot) and core.pins[slot] == 0:
+            self.dropped += 1
+            if plan is not None:
+                plan.drop(slot, core.generation[slot])
+            core._discard(slot)
+
+    cdef void forget(self, Core core, int64_t owner) noexcept:
+        # The request ended: nobody waits for its prefetches any more. One still in flight lands and is an ordinary tenant then.
+        cdef int n = 0, i
+        for i in range(self.num_ahead):
+            if self.owner[i] == owner and core.generation[self.slot[i]] == self.generation[i] and core.speculative[self.slot[i]]:
+                self._waste()
+                core.speculative[self.slot[i]] = 0
+                continue
+            self.slot[n], self.generation[n], self.owner[n] = self.slot[i], self.generation[i], self.owner[i]
+            n += 1
+        self.num_ahead = n
+
+    cdef void _forecast(self, Core core, RequestState request, Step step, int32_t target) noexcept:
+        # Chance that each expert of the layer after this one is used: mean of the transitions from the experts just routed, or the
+        # matched request's share for the published policy.
+        cdef HistoryStore store = core.store
+        cdef int32_t e, begin = store.layer_offset[target], count = store.experts[target], gid
+        cdef int i
+        cdef float scale
+        cdef uint32_t *row
+        if self.chance.shape[0] < count:
+            self.chance = np.zeros(count, np.float32)
+        if core.policy == MOE_INFINITY:
+            for e in range(count):
+                self.chance[e] = min(request.ratio(begin + e, target) * step.k, <float> 1.0)
+            return
+        for e in range(count):
+            self.chance[e] = 0
+        for i in range(step.unique):
+            gid = store.layer_offset[step.layer] + step.experts[i]
+            row = &store.transition_view[store.transition_offset[step.layer] + <int64_t> step.experts[i] * count]
+            scale = 1 / (store.origin_view[gid] + TRANSITION_PRIOR)
+            for e in range(count):
+                self.chance[e] += scale * (row[e] + TRANSITION_PRIOR * core.use[begin + e])
+        for e in range(count):
+            self.chance[e] /= step.unique
+
+    cdef void plan(self, Core core, RequestState request, Step step) noexcept:
+        """Queue prefetches for the layer that comes next, where that is worth a transfer."""
+        cdef int32_t target = step.layer + 1 if step.layer + 1 < core.num_layers else 0
+        cdef int32_t kind = core.layer_kind[target], begin = core.layer_offset[target], e, best, slot, victim = 0
+        cdef int i, budget = min(step.k, MAX_AHEAD - self.num_ahead)
+        cdef double threshold
+        # A pool smaller than one token's experts has no room for guesses; neither has a step that touches many tokens' worth.
+        if not self.enabled or step.unique > 2 * step.k or core.num_slots < core.num_layers * step.k or core.num_layers < 2:
+            return
+        if self.useful_share < USEFUL_FLOOR and core.steps % 16:
+            self.skipped += 1
+            return
+        self._forecast(core, request, step, target)
+        core._find_victims(kind, budget, step.layer, False)
+        for i in range(budget):
+            best = -1
+            for e in range(core.store.experts[target]):
+                if core.gid_slot[begin + e] < 0 and self.chance[e] >= CHANCE_WANTED and (best < 0 or self.chance[e] > self.chance[best]):
+                    best = e
+            if best < 0:
+                return
+            threshold = 1 + core.num_layers * (1 / self.chance[best] - 1 + MARGIN_TOKENS)
+            if core.vacant_count[kind]:
+                core.vacant_count[kind] -= 1
+                slot = core.vacant[core.slot_begin[kind] + core.vacant_count[kind]]
+            elif victim < core.found.size and core._lateness(core.slot_gid[core.found.slots[victim]], step.layer) > threshold:
+                slot = core.found.slots[victim]
+                victim += 1
+            else:
+                return
+            core._assign(slot, begin + best, step.plan)
+            core.speculative[slot] = 1
+            step.plan.prefetch(begin + best, slot, core.generation[slot], self.chance[best])
+            self.slot[self.num_ahead], self.generation[self.num_ahead] = slot, core.generation[slot]
+            self.owner[self.num_ahead] = request.number
+            self.num_ahead += 1
+            self.issued += 1
+
+    cdef void inherit(self, Prefetcher old) noexcept:
+        self.issued, self.useful, self.late = old.issued, old.useful, old.late
+        self.wasted, self.dropped, self.useful_share = old.wasted + old.num_ahead, old.dropped, old.useful_share
+
+    cdef dict counters(self):
+        return {"prefetch_issued": self.issued, "prefetch_useful": self.useful, "prefetch_late": self.late, "prefetch_wasted": self.wasted,
+                "prefetch_dropped": self.dropped}
+
+    cdef void reset_counters(self) noexcept:
+        self.issued = self.useful = self.late = self.wasted = self.dropped = self.skipped = 0

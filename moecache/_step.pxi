@@ -1,0 +1,292 @@
+# Included by _core.pyx: one step (Step), what it wants moved (Plan), and the best-of-n list behind every choice of slots (Candidates).
+
+cdef object NO_FETCH = np.zeros((0, 3), np.int32)
+cdef object NO_DROP = np.zeros((0, 2), np.int32)
+cdef object NO_PRIORITY = np.zeros(0, np.float32)
+
+
+cdef class Plan:
+    """What to move: rows of (gid, slot, generation) to fetch and to prefetch, rows of (slot, generation) to drop."""
+
+    cdef readonly object fetches, prefetches, priorities, drops
+    cdef readonly bint empty
+    cdef list _fetch, _prefetch, _priority, _drop
+
+    def __cinit__(self):
+        self.clear()
+
+    cdef void clear(self) noexcept:
+        self._fetch = self._prefetch = self._priority = self._drop = None
+        self.fetches = self.prefetches = NO_FETCH
+        self.priorities, self.drops = NO_PRIORITY, NO_DROP
+        self.empty = True
+
+    cdef void fetch(self, int32_t gid, int32_t slot, int32_t generation) noexcept:
+        if self._fetch is None:
+            self._fetch = []
+        self._fetch.append((gid, slot, generation))
+
+    cdef void prefetch(self, int32_t gid, int32_t slot, int32_t generation, float priority) noexcept:
+        if self._prefetch is None:
+            self._prefetch, self._priority = [], []
+        self._prefetch.append((gid, slot, generation))
+        self._priority.append(priority)
+
+    cdef void drop(self, int32_t slot, int32_t generation) noexcept:
+        if self._drop is None:
+            self._drop = []
+        self._drop.append((slot, generation))
+
+    cdef void export(self) noexcept:
+        if self._fetch is not None:
+            self.fetches, self.empty = np.array(self._fetch, np.int32), False
+        if self._prefetch is not None:
+            self.prefetches, self.priorities, self.empty = np.array(self._prefetch, np.int32), np.array(self._priority, np.float32), False
+        if self._drop is not None:
+            self.drops, self.empty = np.array(self._drop, np.int32), False
+
+
+@cython.freelist(16)
+cdef class Step:
+    """One call of one MoE layer: its distinct experts, who asked for them, and where they are."""
+
+    cdef readonly int32_t layer
+    cdef readonly Py_ssize_t tokens, counted_tokens
+    cdef readonly int k, unique, hits, missing, deferred, done
+    cdef readonly bint decode, open
+    cdef readonly Plan plan
+    cdef readonly object token_index, topk_position
+    cdef int32_t num_experts
+    cdef int32_t *ids
+    cdef int32_t *experts
+    cdef int32_t *start
+    cdef int32_t *counted
+    cdef int32_t *slot
+    cdef int32_t *generation
+    cdef int32_t *work
+    cdef uint8_t *state
+    cdef uint8_t *scratch
+
+    def __cinit__(self, int32_t layer, Py_ssize_t tokens, int k, bint decode, int32_t num_experts):
+        cdef Py_ssize_t room = min(<Py_ssize_t> num_experts, max(tokens * k, 1))
+        self.layer, self.tokens, self.k, self.decode, self.num_experts = layer, tokens, k, decode, num_experts
+        self.open = True
+        self.plan = Plan()
+        self.ids = <int32_t *> malloc(max(tokens * k, 1) * sizeof(int32_t))
+        self.experts = <int32_t *> malloc((7 * room + 1) * sizeof(int32_t) + 2 * room)
+        if self.ids == NULL or self.experts == NULL:
+            raise MemoryError()
+        self.start = self.experts + room
+        self.counted = self.start + room + 1
+        self.slot = self.counted + room
+        self.generation = self.slot + room
+        self.work = self.generation + room
+        self.state = <uint8_t *> (self.work + 2 * room)
+        self.scratch = self.state + room
+
+    def __dealloc__(self):
+        free(self.ids)
+        free(self.experts)
+
+    cdef inline int32_t tally(self, int i) noexcept nogil:
+        return self.start[i + 1] - self.start[i]
+
+    cdef inline void hold(self, int i, int32_t slot, int32_t generation) noexcept nogil:
+        self.slot[i], self.generation[i], self.state[i] = slot, generation, WAITING
+
+    cdef int next_deferred(self, bint busiest) noexcept nogil:
+        cdef int i, best = -1
+        for i in range(self.unique):
+            if self.state[i] == DEFERRED and (best < 0 or busiest and self.tally(i) > self.tally(best)):
+                best = i
+        return best
+
+    cdef void choose_scratch(self) noexcept nogil:
+        # Later waves pass through a few slots only, those of the least busy newcomers, so that the first wave keeps the rest.
+        cdef int i, n, best, wanted, assigned = self.unique - self.deferred
+        wanted = min(assigned, max(2, min(self.k, assigned // 2)))
+        for n in range(wanted):
+            best = -1
+            for i in range(self.unique):
+                if self.state[i] == DEFERRED or self.scratch[i]:
+                    continue
+                if best < 0 or self.tally(i) < self.tally(best):
+                    best = i
+            self.scratch[best] = 1
+
+    cdef int read(self, const char *address, int itemsize, Py_ssize_t row_stride, Py_ssize_t column_stride, const uint8_t *counted,
+                  int64_t sentinel) except -1:
+        """Copy and check the router's ids, then group the (token, position) pairs by expert."""
+        cdef Py_ssize_t bad, pairs = self.tokens * self.k
+        cdef int64_t[::1] token_index, position
+        cdef int32_t *tally
+        if pairs > 4096:
+            with nogil:
+                bad = self._copy(address, itemsize, row_stride, column_stride, sentinel)
+        else:
+            bad = self._copy(address, itemsize, row_stride, column_stride, sentinel)
+        if bad >= 0:
+            raise RoutingError(
+                f"layer {self.layer}: expert id {self._peek(address, itemsize, bad // self.k * row_stride + bad % self.k * column_stride)} "
+                f"of token {bad // self.k}, position {bad % self.k}, is out of range: expected 0..{self.num_experts - 1}, or -1 for padding")
+        tally = <int32_t *> calloc(2 * self.num_experts, sizeof(int32_t))
+        if tally == NULL:
+            raise MemoryError()
+        try:
+            self._tally(tally, counted)
+            if self.tokens > 1:
+                self.token_index, self.topk_position = np.empty(self.start[self.unique], np.int64), np.empty(self.start[self.unique], np.int64)
+                if self.unique:
+                    token_index, position = self.token_index, self.topk_position
+                    with nogil:
+                        self._group(tally, &token_index[0], &position[0])
+            elif self.tokens == 1:
+                self.topk_position = np.empty(self.start[self.unique], np.int64)
+                if self.unique:
+                    position = self.topk_position
+                    self._group(tally, NULL, &position[0])
+        finally:
+            free(tally)
+        self._forget_uncounted(counted)
+        return 0
+
+    cdef inline int64_t _peek(self, const char *address, int itemsize, Py_ssize_t i) noexcept nogil:
+        if itemsize == 8:
+            return (<const int64_t *> address)[i]
+        if itemsize == 4:
+            return (<const int32_t *> address)[i]
+        if itemsize == 2:
+            return (<const int16_t *> address)[i]
+        if itemsize == 1:
+            return (<const int8_t *> address)[i]
+        return (<const uint8_t *> address)[i]
+
+    cdef Py_ssize_t _copy(self, const char *address, int itemsize, Py_ssize_t row_stride, Py_ssize_t column_stride,
+                          int64_t sentinel) noexcept nogil:
+        # Returns the first pair out of range, or -1.
+        cdef Py_ssize_t t
+        cdef int j
+        cdef int64_t value
+        for t in range(self.tokens):
+            for j in range(self.k):
+                value = self._peek(address, itemsize, t * row_stride + j * column_stride)
+                if value == sentinel:
+                    value = -1
+                if value < -1 or value >= self.num_experts:
+                    return t * self.k + j
+                self.ids[t * self.k + j] = <int32_t> value
+        return -1
+
+    cdef void _tally(self, int32_t *tally, const uint8_t *counted) noexcept nogil:
+        # tally[e]: pairs; tally[num_experts + e]: counted tokens. A row that names an expert twice counts once.
+        cdef Py_ssize_t t
+        cdef int j, n = 0
+        cdef int32_t e, total = 0
+        cdef int32_t *row
+        for t in range(self.tokens):
+            row = self.ids + t * self.k
+            if routed(row, self.k) and (counted == NULL or counted[t]):
+                self.counted_tokens += 1
+            for j in range(self.k):
+                if row[j] >= 0:
+                    tally[row[j]] += 1
+                    if (counted == NULL or counted[t]) and not repeated(row, j):
+                        tally[self.num_experts + row[j]] += 1
+        self.start[0] = 0
+        for e in range(self.num_experts):
+            if tally[e]:
+                self.experts[n] = e
+                self.counted[n] = tally[self.num_experts + e]
+                self.scratch[n] = 0
+                tally[self.num_experts + e] = total   # from here on: where the expert's next pair goes
+                total += tally[e]
+                n += 1
+                self.start[n] = total
+        self.unique = n
+
+    cdef void _group(self, int32_t *tally, int64_t *token_index, int64_t *position) noexcept nogil:
+        # Position first, then token: the order in which torch.where lists the one-hot mask of an expert.
+        cdef Py_ssize_t t
+        cdef int j
+        cdef int32_t e, at
+        cdef int32_t *cursor = tally + self.num_experts
+        for j in range(self.k):
+            for t in range(self.tokens):
+                e = self.ids[t * self.k + j]
+                if e < 0:
+                    continue
+                at = cursor[e]
+                cursor[e] += 1
+                position[at] = j
+                if token_index != NULL:
+                    token_index[at] = t
+
+    cdef void _forget_uncounted(self, const uint8_t *counted) noexcept nogil:
+        cdef Py_ssize_t t
+        cdef int j
+        if counted == NULL:
+            return
+        for t in range(self.tokens):
+            if not counted[t]:
+                for j in range(self.k):
+                    self.ids[t * self.k + j] = -1
+
+    # What a lease reads. Positions count the distinct experts of the step in ascending order.
+
+    def expert(self, int i):
+        return self.experts[i]
+
+    def slot_of(self, int i):
+        return self.slot[i]
+
+    def bounds(self, int i):
+        """(start, end) of the expert's pairs in `token_index` and `topk_position`."""
+        return self.start[i], self.start[i + 1]
+
+    def expert_list(self):
+        return [self.experts[i] for i in range(self.unique)]
+
+    def slot_list(self):
+        """Slots in the order of `expert_list`; -1 where a later wave will give one."""
+        return [self.slot[i] if self.state[i] != DEFERRED else -1 for i in range(self.unique)]
+
+    def pending(self):
+        """(positions, slots, generations): int32 arrays of the experts that have a slot and were not handed out yet."""
+        order = np.array([i for i in range(self.unique) if self.state[i] == WAITING], np.int32)
+        slots = np.array([self.slot[i] for i in order], np.int32)
+        generations = np.array([self.generation[i] for i in order], np.int32)
+        return order, slots, generations
+
+
+cdef class Candidates:
+    """The `wanted` best of many slots: largest score first, then the longest unused, then the lowest slot."""
+
+    cdef int32_t[::1] slots
+    cdef double[::1] scores
+    cdef int64_t[::1] last
+    cdef int32_t size, wanted
+
+    def __cinit__(self, int32_t room):
+        self.slots = np.zeros(max(room, 1), np.int32)
+        self.scores = np.zeros(max(room, 1), np.float64)
+        self.last = np.zeros(max(room, 1), np.int64)
+
+    cdef inline void clear(self, int32_t wanted) noexcept nogil:
+        self.size, self.wanted = 0, wanted
+
+    cdef inline void offer(self, int32_t slot, double score, int64_t last) noexcept nogil:
+        # Slots come in ascending order, so an equal candidate never passes an earlier one.
+        cdef int32_t i
+        if self.size == self.wanted:
+            if self.wanted == 0:
+                return
+            i = self.size - 1
+            if score < self.scores[i] or (score == self.scores[i] and last >= self.last[i]):
+                return
+        else:
+            i = self.size
+            self.size += 1
+        while i > 0 and (score > self.scores[i - 1] or (score == self.scores[i - 1] and last < self.last[i - 1])):
+            self.slots[i], self.scores[i], self.last[i] = self.slots[i - 1], self.scores[i - 1], self.last[i - 1]
+            i -= 1
+        self.slots[i], self.scores[i], self.last[i] = slot, score, last

@@ -1,0 +1,374 @@
+# Included by _core.pyx: what finished requests did (HistoryStore) and what a running one has done so far (RequestState).
+
+cdef struct Overflow:
+    # Entries whose count in one column does not fit a byte, and by how much.
+    int32_t size, room
+    int32_t *entry
+    int32_t *extra
+
+
+cdef class HistoryStore:
+    """Activation matrices of finished requests, transposed, with what they say about the next step.
+
+    ``columns[gid][i]`` is a byte, so that routing k experts adds k contiguous columns to a running dot product. Counts above 255
+    keep the rest in a side table: the sums are exact integers.
+
+    Parameters
+    ----------
+    num_experts : int32 array [L]
+        Experts of each MoE layer.
+    capacity : int
+        Requests kept.
+    """
+
+    cdef readonly int32_t num_layers, num_gids, capacity, size
+    cdef readonly int64_t finished, replaced, tokens
+    cdef readonly object prompt_counts, decode_counts, total, transitions, origins, num_experts
+    cdef Py_ssize_t stride
+    cdef int32_t[::1] experts, layer_offset
+    cdef uint8_t[::1] columns
+    cdef float[::1] inverse_norm
+    cdef float[:, ::1] row_inverse
+    cdef uint16_t[:, ::1] prompt, decode
+    cdef int64_t[::1] total_view, transition_offset
+    cdef uint32_t[::1] transition_view, origin_view
+    cdef Overflow *overflow
+    cdef list active
+
+    def __cinit__(self, num_experts, int32_t capacity):
+        self.num_experts = np.ascontiguousarray(num_experts, np.int32)
+        self.experts = self.num_experts
+        self.num_layers = self.experts.shape[0]
+        self.layer_offset = np.concatenate([[0], np.cumsum(self.num_experts)]).astype(np.int32)
+        self.num_gids = self.layer_offset[self.num_layers]
+        self.capacity = capacity
+        self.stride = (capacity + 63) // 64 * 64
+        self.columns = np.zeros(self.num_gids * self.stride, np.uint8)
+        self.inverse_norm = np.zeros(self.stride, np.float32)
+        self.row_inverse = np.zeros((capacity, self.num_layers), np.float32)
+        self.prompt_counts = np.zeros((capacity, self.num_gids), np.uint16)
+        self.decode_counts = np.zeros((capacity, self.num_gids), np.uint16)
+        self.prompt, self.decode = self.prompt_counts, self.decode_counts
+        self.total = np.zeros(self.num_gids, np.int64)
+        self.total_view = self.total
+        following = np.roll(self.num_experts, -1).astype(np.int64)
+        sizes = self.num_experts * following
+        self.transition_offset = np.cumsum(sizes) - sizes
+        self.transitions = np.zeros(int(sizes.sum()), np.uint32)
+        self.transition_view = self.transitions
+        self.origins = np.zeros(self.num_gids, np.uint32)
+        self.origin_view = self.origins
+        self.overflow = <Overflow *> calloc(self.num_gids, sizeof(Overflow))
+        if self.overflow == NULL:
+            raise MemoryError()
+        self.active = []
+
+    def __dealloc__(self):
+        cdef int32_t gid
+        if self.overflow != NULL:
+            for gid in range(self.num_gids):
+                free(self.overflow[gid].entry)
+                free(self.overflow[gid].extra)
+            free(self.overflow)
+
+    cdef int _push_overflow(self, int32_t gid, int32_t entry, int32_t extra) except -1:
+        cdef Overflow *table = &self.overflow[gid]
+        cdef int32_t room
+        if table.size == table.room:
+            room = 2 * table.room + 4
+            table.entry = <int32_t *> realloc(table.entry, room * sizeof(int32_t))
+            table.extra = <int32_t *> realloc(table.extra, room * sizeof(int32_t))
+            if table.entry == NULL or table.extra == NULL:
+                raise MemoryError()
+            table.room = room
+        table.entry[table.size] = entry
+        table.extra[table.size] = extra
+        table.size += 1
+        return 0
+
+    cdef void _drop_overflow(self, int32_t gid, int32_t entry) noexcept nogil:
+        cdef Overflow *table = &self.overflow[gid]
+        cdef int32_t i
+        for i in range(table.size):
+            if table.entry[i] == entry:
+                table.size -= 1
+                table.entry[i] = table.entry[table.size]
+                table.extra[i] = table.extra[table.size]
+                return
+
+    cdef void add_columns(self, int64_t *dots, const int32_t *gids, const int32_t *weights, int k, bint wide) noexcept nogil:
+        cdef int j
+        cdef int32_t i
+        cdef Overflow *table
+        moe_add_columns(dots, &self.columns[0], self.stride, gids, weights, k, wide, self.size)
+        for j in range(k):
+            table = &self.overflow[gids[j]]
+            for i in range(table.size):
+                dots[table.entry[i]] += <int64_t> weights[j] * table.extra[i]
+
+    cdef int _write(self, int32_t entry, const uint16_t[::1] prompt, const uint16_t[::1] decode) except -1:
+        cdef int32_t gid, layer, count
+        cdef int64_t square = 0, row
+        for layer in range(self.num_layers):
+            row = 0
+            for gid in range(self.layer_offset[layer], self.layer_offset[layer + 1]):
+                if <int32_t> self.prompt[entry, gid] + self.decode[entry, gid] > 255:
+                    self._drop_overflow(gid, entry)
+                count = <int32_t> prompt[gid] + decode[gid]
+                self.prompt[entry, gid], self.decode[entry, gid] = prompt[gid], decode[gid]
+                self.columns[gid * self.stride + entry] = count if count < 255 else 255
+                if count > 255:
+                    self._push_overflow(gid, entry, count - 255)
+                square += <int64_t> count * count
+                row += count
+            self.row_inverse[entry, layer] = 1.0 / row if row else 0.0
+        self.inverse_norm[entry] = 1.0 / sqrt(<double> square) if square else 0.0
+        return 0
+
+    def add(self, prompt, decode, int64_t tokens, RequestState request=None):
+        """Keep one finished request; a full store gives up the entry that resembles it most.
+
+        Parameters
+        ----------
+        prompt, decode : integer array [M]
+            Activation counts by gid. Counts above 65535 are kept as 65535.
+        tokens : int
+            Tokens the counts stand for.
+        request : RequestState, optional
+            The request itself, whose running dot products save a scan of the store.
+
+        Returns
+        -------
+        int
+            The entry written, or -1 for a request that routed nothing.
+        """
+        cdef int32_t entry
+        cdef float similarity = 0
+        cdef RequestState other
+        cdef const uint16_t[::1] p = np.minimum(prompt, 65535).astype(np.uint16)
+        cdef const uint16_t[::1] d = np.minimum(decode, 65535).astype(np.uint16)
+        if p.shape[0] != self.num_gids or d.shape[0] != self.num_gids:
+            raise ValueError(f"expected {self.num_gids} counts, got {p.shape[0]} and {d.shape[0]}")
+        joined = np.asarray(prompt, np.int64) + np.asarray(decode, np.int64)
+        if not joined.any():
+            return -1
+        if self.size < self.capacity:
+            entry = self.size
+            self.size += 1
+        else:
+            if request is None:
+                request = RequestState(self, -1)
+                request.load(joined)
+            entry = <int32_t> moe_best(&request.dots[0], &self.inverse_norm[0], self.size, &similarity)
+            entry = max(entry, 0)
+            self.replaced += 1
+        self._write(entry, p, d)
+        self.finished += 1
+        self.total += joined
+        self.tokens += tokens
+        for other in self.active:
+            other.refresh(entry)
+        return entry
+
+    def restore(self, total, int64_t tokens, transitions, origins):
+        """Put back what `add` and the requests had accumulated, after the entries were added again."""
+        self.total[:] = total
+        self.tokens = tokens
+        self.transitions[:] = transitions
+        self.origins[:] = origins
+
+    cdef void learn_transitions(self, int32_t layer, const int32_t *before, const int32_t *after, Py_ssize_t tokens, int k_before,
+                                int k_after) noexcept nogil:
+        # before: ids of `layer`, after: ids of the layer that follows it (the first one follows the last one), row by row.
+        cdef Py_ssize_t t
+        cdef int i, j
+        cdef int32_t following = self.experts[layer + 1 if layer + 1 < self.num_layers else 0]
+        cdef uint32_t *row
+        for t in range(tokens):
+            for i in range(k_before):
+                if before[t * k_before + i] < 0:
+                    continue
+                self.origin_view[self.layer_offset[layer] + before[t * k_before + i]] += 1
+                row = &self.transition_view[self.transition_offset[layer] + <int64_t> before[t * k_before + i] * following]
+                for j in range(k_after):
+                    if after[t * k_after + j] >= 0:
+                        row[after[t * k_after + j]] += 1
+
+
+cdef class RequestState:
+    """Counts and estimates of one running request."""
+
+    cdef readonly HistoryStore store
+    cdef readonly int64_t number, prompt_tokens, decode_tokens
+    cdef readonly object prompt_counts, decode_counts
+    cdef int64_t[::1] prompt, decode, dots, row_sum
+    cdef float[::1] fast, slow
+    cdef int64_t square
+    cdef int32_t best
+    cdef float best_similarity
+    cdef int32_t rows
+    cdef int32_t previous_layer, previous_k
+    cdef Py_ssize_t previous_tokens
+    cdef int32_t *previous_ids
+
+    def __cinit__(self, HistoryStore store, int64_t number):
+        self.store = store
+        self.number = number
+        self.prompt_counts = np.zeros(store.num_gids, np.int64)
+        self.decode_counts = np.zeros(store.num_gids, np.int64)
+        self.prompt, self.decode = self.prompt_counts, self.decode_counts
+        self.dots = np.zeros(store.stride, np.int64)
+        self.row_sum = np.zeros(store.num_layers, np.int64)
+        self.fast = np.zeros(store.num_gids, np.float32)
+        self.slow = np.zeros(store.num_gids, np.float32)
+        self.best = -1
+        self.rows = 1
+        self.previous_layer = -1
+
+    def __dealloc__(self):
+        free(self.previous_ids)
+
+    @property
+    def counts(self):
+        """int64 array [M]: the activation matrix so far, prompt and decode together."""
+        return self.prompt_counts + self.decode_counts
+
+    def load(self, counts):
+        """Count a whole activation matrix at once (int64 array [M])."""
+        cdef int32_t[::1] gids = np.flatnonzero(counts).astype(np.int32)
+        cdef int32_t[::1] weights = np.asarray(counts)[np.asarray(gids)].astype(np.int32)
+        cdef Py_ssize_t n = gids.shape[0]
+        if n:
+            self._count(&gids[0], &weights[0], <int> n, False)
+
+    cdef void refresh(self, int32_t entry) noexcept:
+        # An entry was written under a running request: its dot product starts over.
+        cdef int32_t gid
+        cdef int64_t total = 0
+        for gid in range(self.store.num_gids):
+            total += (self.prompt[gid] + self.decode[gid]) * (<int64_t> self.store.prompt[entry, gid] + self.store.decode[entry, gid])
+        self.dots[entry] = total
+        self.best = -1
+
+    cdef void _count(self, const int32_t *gids, const int32_t *weights, int n, bint decode) noexcept nogil:
+        cdef int j
+        cdef int64_t before
+        cdef bint wide = n > 256
+        cdef int64_t *into = &self.decode[0] if decode else &self.prompt[0]
+        for j in range(n):
+            before = self.prompt[gids[j]] + self.decode[gids[j]]
+            self.square += weights[j] * (2 * before + weights[j])
+            into[gids[j]] += weights[j]
+            wide |= weights[j] != 1
+        if self.store.size:
+            self.store.add_columns(&self.dots[0], gids, weights, n, wide)
+        self.best = -1
+
+    cdef int32_t match(self) noexcept nogil:
+        # The entry of largest cosine similarity; -1 when nothing is stored or nothing in common.
+        if self.best < 0 and self.store.size:
+            self.best = <int32_t> moe_best(&self.dots[0], &self.store.inverse_norm[0], self.store.size, &self.best_similarity)
+        return self.best
+
+    def match_step(self, int32_t layer, const int32_t[::1] ids):
+        """Count one token's experts at one layer and return the best match.
+
+        Parameters
+        ----------
+        layer : int
+        ids : int32 array [k]
+            Distinct experts of the layer.
+
+        Returns
+        -------
+        (int, float)
+            Entry and cosine similarity; (-1, 0.0) when nothing stored has anything in common.
+        """
+        cdef int32_t[64] gids
+        cdef int32_t[64] weights
+        cdef int j, k = <int> ids.shape[0]
+        if not 0 <= layer < self.store.num_layers or k > 64:
+            raise RoutingError(f"layer {layer} with {k} ids: expected a layer below {self.store.num_layers} and at most 64 ids")
+        for j in range(k):
+            if not 0 <= ids[j] < self.store.experts[layer]:
+                raise RoutingError(f"layer {layer}: expert {ids[j]} is outside 0..{self.store.experts[layer] - 1}")
+            gids[j] = self.store.layer_offset[layer] + ids[j]
+            weights[j] = 1
+            self.row_sum[layer] += 1
+        self._count(gids, weights, k, True)
+        entry = self.match()
+        if entry < 0:
+            return -1, 0.0
+        return entry, self.best_similarity / sqrt(<double> self.square)
+
+    def similarities(self):
+        """float64 array [size]: cosine similarity to every stored request; zero where either side is empty."""
+        size = self.store.size
+        dots = np.asarray(self.dots)[:size] * np.asarray(self.store.inverse_norm)[:size].astype(np.float64)
+        return dots / sqrt(<double> self.square) if self.square else dots
+
+    cdef float ratio(self, int32_t gid, int32_t layer) noexcept nogil:
+        # Share of the layer's activations that went to the expert in the best matching request, or in this one before there is any.
+        cdef int32_t entry = self.match()
+        if entry >= 0:
+            return (<int32_t> self.store.prompt[entry, gid] + self.store.decode[entry, gid]) * self.store.row_inverse[entry, layer]
+        if self.row_sum[layer]:
+            return <float> (self.prompt[gid] + self.decode[gid]) / self.row_sum[layer]
+        return 0.0
+
+    cdef void start(self, const float *prior) noexcept nogil:
+        cdef int32_t gid
+        for gid in range(self.store.num_gids):
+            self.fast[gid] = prior[gid]
+            self.slow[gid] = prior[gid]
+
+    cdef int remember(self, Step step) except -1:
+        # Layer transitions need the ids of the layer before; the rows are the same tokens when their number is the same.
+        cdef HistoryStore store = self.store
+        cdef Py_ssize_t n = step.tokens
+        cdef Py_ssize_t used = n if n < 512 else 512
+        cdef bint follows = self.previous_layer >= 0 and self.previous_tokens == n
+        if follows and step.layer == self.previous_layer + 1 or (
+                follows and step.decode and step.layer == 0 and self.previous_layer == store.num_layers - 1):
+            store.learn_transitions(self.previous_layer, self.previous_ids, step.ids, used, self.previous_k, step.k)
+        free(self.previous_ids)
+        self.previous_ids = step.ids
+        step.ids = NULL
+        self.previous_layer, self.previous_tokens, self.previous_k = step.layer, n, step.k
+        return 0
+
+    cdef void observe(self, Step step) noexcept:
+        # Counts, running match and decayed frequencies of one step. Later tokens weigh more, so rows are taken from the last to the first.
+        cdef HistoryStore store = self.store
+        cdef int32_t offset = store.layer_offset[step.layer], experts = store.experts[step.layer], e
+        cdef int i, j, n = 0
+        cdef Py_ssize_t t
+        cdef double fast = FAST, slow = SLOW, keep_fast, keep_slow
+        for i in range(step.unique):
+            if step.counted[i]:
+                step.work[n] = offset + step.experts[i]
+                step.work[step.unique + n] = step.counted[i]
+                self.row_sum[step.layer] += step.counted[i]
+                n += 1
+        self._count(step.work, step.work + step.unique, n, step.decode)
+        keep_fast = pow(1 - FAST, <double> step.counted_tokens)
+        keep_slow = pow(1 - SLOW, <double> step.counted_tokens)
+        for e in range(experts):
+            self.fast[offset + e] *= keep_fast
+            self.slow[offset + e] *= keep_slow
+        for t in range(step.tokens - 1, -1, -1):
+            if not routed(&step.ids[t * step.k], step.k):
+                continue
+            for j in range(step.k):
+                e = step.ids[t * step.k + j]
+                if e >= 0 and not repeated(&step.ids[t * step.k], j):
+                    self.fast[offset + e] += fast
+                    self.slow[offset + e] += slow
+            fast *= 1 - FAST
+            slow *= 1 - SLOW
+        if step.layer == 0:
+            if step.decode:
+                self.decode_tokens += step.counted_tokens
+                self.rows = <int32_t> max(step.counted_tokens, 1)
+            else:
+                self.prompt_tokens += step.counted_tokens

@@ -1,0 +1,525 @@
+"""ExpertCache, Request, Lease: ask ``_core`` what to do, tell ``_engine`` to do it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from ._core import Core, RequestState, Step
+from ._engine import Engine
+from .bank import ExpertBank
+from .errors import CapacityError, ClosedError, LeaseError, RoutingError, TransferError
+from .history import Fingerprint, History, open_history
+from .policy import Score, resolve
+from .pool import Pool, slots_for
+from .stats import Stats
+
+__all__ = ["ExpertCache", "Lease", "Request"]
+
+logger = logging.getLogger("moecache")
+
+# Bytes of an id as _core reads them; -1 marks the unsigned byte.
+_ID_SIZE = {torch.int64: 8, torch.int32: 4, torch.int16: 2, torch.int8: 1, torch.uint8: -1}
+_FIRST_ROW = torch.zeros(1, dtype=torch.int64)
+
+
+class ExpertCache:
+    """A few experts on the device, the others one copy away.
+
+    Parameters
+    ----------
+    bank : ExpertBank
+        Where all experts lie.
+    capacity : int, float or str
+        Experts on the device at once: a number, a fraction in (0, 1] of all, bytes as "8GiB", or "auto".
+    device : torch.device or str
+        Where the pool lives and the experts are computed.
+    policy : str or Score
+        A name of :data:`moecache.policy.NAMES`, or a score of your own.
+    history : History, path or None
+        Earlier requests of this model. A path is read if it exists and written on ``close()``.
+    history_capacity : int
+        Requests kept in a history made here.
+    prefetch : bool
+        Fetch experts of the coming layer ahead where that promises to pay.
+    top_k : int, optional
+        Experts per token. When known, a capacity below it is refused and the history is checked against it.
+    threads : int
+        I/O threads.
+    timeout : float
+        Seconds after which a wait for bytes or for a slot is an error.
+    sentinel : int, optional
+        An expert id that means "none", besides -1.
+    link : engine link, optional
+        What the bytes travel over; by default what bank and device need.
+
+    Attributes
+    ----------
+    num_experts : tuple of int
+        Experts of each MoE layer.
+    capacity : int
+        Slots.
+
+    Raises
+    ------
+    CapacityError
+        A capacity that cannot work, or more than the device has free.
+    PolicyError, HistoryFormatError
+    """
+
+    def __init__(
+        self,
+        bank: ExpertBank,
+        capacity: int | float | str = 0.25,
+        *,
+        device: torch.device | str = "cpu",
+        policy: str | Score = "expected-next-use",
+        history: History | str | os.PathLike[str] | None = None,
+        history_capacity: int = 1000,
+        prefetch: bool = True,
+        top_k: int | None = None,
+        threads: int = 1,
+        timeout: float = 60.0,
+        sentinel: int | None = None,
+        link: Any = None,
+    ) -> None:
+        self.bank = bank
+        self.device = torch.device(device)
+        self.num_experts = tuple(bank.num_experts)
+        self.top_k = top_k
+        self.timeout = timeout
+        self._sentinel = -1 if sentinel is None else sentinel
+        self._policy = resolve(policy)
+        self._prefetch = prefetch
+        self._threads = threads
+        self._link = link
+        slots = self._slots_for(capacity)
+        self.history, self._history_path = open_history(history, Fingerprint.of(bank, top_k), history_capacity)
+        self.closed = False
+        self._slot_freed = threading.Condition()
+        self._waiting = 0
+        self._leases: dict[int, int] = {}
+        self._moved: dict[str, int] = {}
+        self._fence: Any = None
+        self._build(slots)
+        self._say_if_small()
+
+    def _slots_for(self, capacity: int | float | str) -> tuple[int, ...]:
+        per_kind = [0] * len(self.bank.kinds)
+        for layer, kind in enumerate(self.bank.layer_kind):
+            per_kind[kind] += self.num_experts[layer]
+        return slots_for(capacity, self.bank.kinds, per_kind, self.device, self.top_k)
+
+    def _build(self, slots: tuple[int, ...]) -> None:
+        self.pool = Pool(self.bank.kinds, slots, self.device)
+        self.capacity = sum(slots)
+        complete = np.zeros(self.capacity, np.int32)
+        numbers, addresses, strides = self.pool.regions()
+        link = self._link
+        if link is None and self.device.type == "cuda":
+            from . import cuda
+
+            link = cuda.link_for(self.bank, self.device)
+        self._engine = Engine(
+            self.bank.sources(numbers), addresses, strides, complete, link=link, threads=self._threads, owner=(self.bank, self.pool)
+        )
+        if self.device.type == "cuda":
+            self._fence = cuda.Fence(self._engine, self.device)
+        self._core = Core(
+            self.history.store,
+            np.array(self.bank.layer_kind, np.int32),
+            np.array(slots, np.int32),
+            complete,
+            self._policy.code,
+            self._policy.address,
+            self._prefetch,
+            self.top_k or 0,
+        )
+
+    def _say_if_small(self) -> None:
+        one_token = (self.top_k or 1) * len(self.num_experts)
+        if self.capacity < one_token:
+            nbytes = (self.top_k or 1) * sum(self.bank.expert_nbytes(layer) for layer in range(len(self.num_experts)))
+            logger.warning(
+                "capacity of %d experts is below the %d that one token uses over all layers (up to %s bytes a token): few hits are to be "
+                "expected and nothing is prefetched",
+                self.capacity,
+                one_token,
+                f"{nbytes:,}",
+            )
+
+    # What people ask of a cache
+
+    @property
+    def layers(self) -> int:
+        """Number of MoE layers."""
+        return len(self.num_experts)
+
+    @property
+    def policy(self) -> str:
+        return self._policy.name
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Bytes of the experts that have a slot now."""
+        per_layer = [self.bank.expert_nbytes(layer) for layer in range(self.layers)]
+        return sum(per_layer[self._core.locate(int(gid))[0]] for gid in self._core.resident())
+
+    def resident(self) -> set[tuple[int, int]]:
+        """(layer, expert) of every expert that has a slot now, complete or on its way."""
+        return {self._core.locate(int(gid)) for gid in self._core.resident()}
+
+    def request(self) -> Request:
+        """Start a request: one prompt and its answer. Close it, or use it as a context manager.
+
+        Raises
+        ------
+        ClosedError
+        """
+        self._check_open()
+        return Request(self)
+
+    def stats(self) -> Stats:
+        """Counters since the start or the last :meth:`reset_stats`."""
+        core = self._core.counters()
+        moved = {name: n + self._moved.get(name, 0) for name, n in self._engine_counters().items()}
+        return Stats(
+            **core,
+            bytes_demand=moved["bytes_demand"],
+            bytes_prefetch=moved["bytes_prefetch"],
+            stall_s=moved["stall_ns"] / 1e9,
+            capacity_experts=self.capacity,
+            resident_experts=len(self._core.resident()),
+            resident_bytes=self.resident_nbytes,
+            expert_bytes_total=self.bank.nbytes,
+            direct_reads=moved["direct_reads"],
+            buffered_reads=moved["buffered_reads"],
+            failed=moved["failed"],
+            layer_demands=tuple(self._core.layer_demands.tolist()),
+            layer_hits=tuple(self._core.layer_hits.tolist()),
+        )
+
+    def _engine_counters(self) -> dict[str, int]:
+        return self._engine.counters() if not self.closed else dict.fromkeys(self._moved, 0)
+
+    def reset_stats(self) -> None:
+        """Start the counters over, for measurements after a warm-up."""
+        self._check_open()
+        self._core.reset_counters()
+        self._engine.reset_counters()
+        self._moved = {}
+
+    def resize(self, capacity: int | float | str) -> None:
+        """Change the number of slots between steps; the experts most worth keeping stay.
+
+        For the length of the call both pools exist.
+
+        Raises
+        ------
+        CapacityError
+            A capacity that cannot work; the cache is as it was.
+        LeaseError
+            A step is under way.
+        """
+        self._check_open()
+        slots = self._slots_for(capacity)
+        if any(self._leases.values()):
+            raise LeaseError("resize() while a lease is open: leave the `with request.route(...)` block first")
+        self._engine.drain(self.timeout)
+        core, pool, engine = self._core, self.pool, self._engine
+        self._build(slots)
+        for kind, tensors in enumerate(self.pool.tensors):
+            for n, slot in enumerate(core.retained(kind, slots[kind]).tolist()):
+                for name, tensor in tensors.items():
+                    tensor[n].copy_(pool.tensors[kind][name][slot - pool.first_slot[kind]])
+                self._core.adopt(self.pool.first_slot[kind] + n, int(core.slot_expert[slot]))
+        self._core.inherit(core)
+        self._keep_counters(engine)
+        engine.close()
+
+    def _keep_counters(self, engine: Engine) -> None:
+        self._moved = {name: n + self._moved.get(name, 0) for name, n in engine.counters().items()}
+
+    def close(self) -> None:
+        """Stop the I/O threads, give the pool back, and write the history if it came with a path. A second call does nothing."""
+        if self.closed:
+            return
+        self._keep_counters(self._engine)
+        self.closed = True
+        self._engine.close()
+        self.pool.tensors = ()
+        if self._history_path is not None:
+            self.history.save(self._history_path)
+
+    def __enter__(self) -> ExpertCache:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self.capacity} of {sum(self.num_experts)} experts on {self.device}"
+        return f"<ExpertCache {state}, {self.policy}, bank on {self.bank.location}>"
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError("this cache is closed; make a new one")
+
+
+class Request:
+    """One prompt and its answer: what it routes is counted, matched and, at its end, kept in the history.
+
+    Made by :meth:`ExpertCache.request`. Used by one thread at a time; different requests may run in different threads.
+    """
+
+    def __init__(self, cache: ExpertCache) -> None:
+        self.cache = cache
+        self._state: RequestState = cache._core.begin_request()
+        self.closed = False
+
+    @property
+    def counts(self) -> tuple[np.ndarray, ...]:
+        """The activation matrix so far: for each layer an int64 array of tokens routed to each expert."""
+        return tuple(np.split(self._state.counts, np.cumsum(self.cache.num_experts)[:-1]))
+
+    def route(
+        self,
+        layer: int,
+        ids: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        *,
+        decode: bool | None = None,
+        counted: torch.Tensor | None = None,
+    ) -> Lease:
+        """Take the router's choice for one step; returns a lease on the experts' slots.
+
+        Parameters
+        ----------
+        layer : int
+            Which MoE layer, counting only those, from 0.
+        ids : integer Tensor ``[tokens, k]``
+            -1 is padding: nothing is loaded or counted for it. An expert named twice in a row is served at both places and counted once.
+        weights : float Tensor ``[tokens, k]``, optional
+            The gate weights, only looked at for NaN.
+        decode : bool, optional
+            Whether the step belongs to the answer; by default when it has one token.
+        counted : bool Tensor ``[tokens]``, optional
+            False rows are computed but not counted (padding tokens of a batch).
+
+        Raises
+        ------
+        RoutingError
+            Ids out of range, of a wrong dtype, shape or device, or NaN weights. Nothing has changed.
+        ClosedError
+        """
+        cache = self.cache
+        if self.closed or cache.closed:
+            raise ClosedError("this request is closed" if self.closed else "this cache is closed; make a new one")
+        if type(ids) is not torch.Tensor or not ids.is_cpu:
+            ids = _on_cpu(ids, cache.device, layer)
+        itemsize = _ID_SIZE.get(ids.dtype)
+        if itemsize is None:
+            raise RoutingError(f"layer {layer}: ids are {ids.dtype}; expected integers such as torch.int64")
+        shape = ids.shape
+        if len(shape) != 2:
+            raise RoutingError(f"layer {layer}: ids have shape {tuple(shape)}; expected [tokens, k]")
+        tokens, k = shape
+        if weights is not None:
+            _check_weights(weights, ids, layer)
+        row_stride, column_stride = ids.stride()
+        mask = None if counted is None else _mask(counted, tokens, layer)
+        step = cache._core.route(
+            self._state,
+            layer,
+            ids.data_ptr(),
+            itemsize,
+            tokens,
+            k,
+            row_stride,
+            column_stride,
+            tokens == 1 if decode is None else decode,
+            0 if mask is None else mask.data_ptr(),
+            cache._sentinel,
+        )
+        lease = Lease(cache, step)
+        plan = step.plan
+        if not plan.empty:
+            lease._submit()
+        return lease
+
+    def close(self, keep: bool = True) -> None:
+        """End the request. With ``keep`` its activation matrix enters the history. A second call does nothing."""
+        if not self.closed:
+            self.closed = True
+            self.cache._core.end_request(self._state, keep)
+
+    def __enter__(self) -> Request:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(keep=kind is None)
+
+
+class Lease:
+    """The slots of one step, held until the ``with`` block is left.
+
+    Attributes
+    ----------
+    weights : mapping of parameter name to Tensor ``[slots, *shape]``
+        The pool of the layer; index it with the slots that :meth:`ready` yields.
+    positions : int64 Tensor ``[n]``
+        For the item last yielded: at which of its top-k places each of the tokens named the expert.
+    """
+
+    __slots__ = ("_cache", "_core", "_first_slot", "_step", "_thread", "positions", "weights")
+
+    def __init__(self, cache: ExpertCache, step: Step) -> None:
+        self._cache = cache
+        self._core = cache._core
+        self._step = step
+        kind = cache.bank.layer_kind[step.layer]
+        self.weights: Mapping[str, torch.Tensor] = cache.pool.tensors[kind]
+        self._first_slot = cache.pool.first_slot[kind]
+        self.positions: torch.Tensor = _FIRST_ROW[:0]
+        self._thread = threading.get_ident()
+        cache._leases[self._thread] = cache._leases.get(self._thread, 0) + 1
+
+    @property
+    def experts(self) -> list[int]:
+        """Distinct experts of the step, ascending."""
+        return self._step.expert_list()
+
+    @property
+    def slots(self) -> list[int]:
+        """Slot of each of :attr:`experts`; -1 where it will get one in a later wave. Check :attr:`missing` before reading from them."""
+        first = self._first_slot
+        return [slot - first if slot >= 0 else -1 for slot in self._step.slot_list()]
+
+    @property
+    def missing(self) -> int:
+        """How many of the experts were not there when the layer asked."""
+        return self._step.missing
+
+    def ready(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield ``(expert, slot, tokens)`` for every expert of the step: those already there first, then each as it lands.
+
+        ``tokens`` is an int64 Tensor of row numbers, in the order in which ``torch.where`` lists the expert's one-hot mask: by place
+        among the top k first, then by token. ``weights[name][slot]`` may be read until the next item is asked for. A step that needs
+        more experts than there are slots runs in waves; the loop does not notice.
+
+        Raises
+        ------
+        TransferError
+            A copy failed; its ``__cause__`` is the original error. The next call tries again.
+        LeaseError
+            The lease has ended, or other leases held every slot until the timeout.
+        """
+        core, step = self._core, self._step
+        rows = None if step.token_index is None else torch.from_numpy(step.token_index)
+        places = None if step.topk_position is None else torch.from_numpy(step.topk_position)
+        while step.done < step.unique:
+            if not step.open:
+                raise LeaseError(f"layer {step.layer}: this lease has ended; read the slots inside its `with` block")
+            i = core.take(step)
+            if i < 0:
+                self._wait()
+                continue
+            begin, end = step.bounds(i)
+            self.positions = places[begin:end]
+            tokens = rows[begin:end] if rows is not None else _FIRST_ROW.expand(end - begin)
+            yield step.expert(i), step.slot_of(i) - self._first_slot, tokens
+            if step.open and core.finish(step, i):
+                self._submit()
+
+    def _submit(self) -> None:
+        plan = self._step.plan
+        if self._cache._fence is not None:
+            self._cache._fence.record(plan)
+        self._cache._engine.submit(plan.fetches, plan.prefetches, plan.priorities, plan.drops)
+
+    def _wait(self) -> None:
+        # Until one of this step's experts lands, or, when none of them has a slot, until another lease gives one up.
+        cache, step = self._cache, self._step
+        _, slots, generations = step.pending()
+        if not len(slots):
+            self._wait_for_slot()
+            return
+        try:
+            cache._engine.wait_any(slots, generations, cache.timeout)
+        except TransferError as error:
+            position = getattr(error, "position", -1)
+            if position >= 0:
+                self._core.fail(int(slots[position]), int(generations[position]))
+            raise
+
+    def _wait_for_slot(self) -> None:
+        cache, step = self._cache, self._step
+        deadline = time.monotonic() + cache.timeout
+        with cache._slot_freed:
+            cache._waiting += 1
+            try:
+                while not self._core.retry(step):
+                    others = sum(n for thread, n in cache._leases.items() if thread != self._thread)
+                    if not others or time.monotonic() > deadline:
+                        held = ", ".join(f"layer {layer} expert {expert}" for layer, expert in self._core.holders())
+                        raise LeaseError(
+                            f"layer {step.layer} needs slots for {step.deferred} more experts, and all {cache.capacity} are held by leases "
+                            f"({held}); end a lease before the next step, or ask for a larger capacity"
+                        )
+                    cache._slot_freed.wait(0.05)
+            finally:
+                cache._waiting -= 1
+        self._submit()
+
+    def release(self) -> None:
+        """Let go of the slots. A second call does nothing."""
+        step, cache = self._step, self._cache
+        if not step.open:
+            return
+        if cache._fence is not None:
+            cache._fence.release(step)
+        self._core.release(step)
+        cache._leases[self._thread] -= 1
+        if cache._waiting:
+            with cache._slot_freed:
+                cache._slot_freed.notify_all()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+
+def _on_cpu(ids: Any, device: torch.device, layer: int) -> torch.Tensor:
+    # Ids may come as anything array-like; on another device only if it is the cache's own.
+    ids = torch.as_tensor(ids)
+    if ids.device.type not in ("cpu", device.type):
+        raise RoutingError(f"layer {layer}: ids are on {ids.device}; expected the cache's device {device} or the CPU")
+    return ids.to("cpu")
+
+
+def _check_weights(weights: torch.Tensor, ids: torch.Tensor, layer: int) -> None:
+    if weights.shape != ids.shape or not weights.is_floating_point():
+        raise RoutingError(
+            f"layer {layer}: gate weights are {weights.dtype} {tuple(weights.shape)}; expected floats of the ids' shape {tuple(ids.shape)}"
+        )
+    # A sum is NaN when a term is: one reduction instead of two.
+    if weights.numel() and math.isnan(weights.sum().item()):
+        raise RoutingError(f"layer {layer}: gate weights hold NaN; the router's logits or the layer's input are broken")
+
+
+def _mask(counted: torch.Tensor, tokens: int, layer: int) -> torch.Tensor:
+    if counted.dtype is not torch.bool or counted.shape != (tokens,):
+        raise RoutingError(f"layer {layer}: `counted` is {counted.dtype} {tuple(counted.shape)}; expected torch.bool ({tokens},)")
+    return counted.to("cpu").contiguous()

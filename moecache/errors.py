@@ -1,0 +1,69 @@
+"""Every error the library raises on purpose: what was wrong, what was expected, what to do.
+
+Each class also derives from the built-in a caller would guess, so ``except ValueError`` keeps working.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AttachError",
+    "CapacityError",
+    "CheckpointError",
+    "ClosedError",
+    "HistoryFormatError",
+    "LeaseError",
+    "MoeCacheError",
+    "PolicyError",
+    "RoutingError",
+    "TraceFormatError",
+    "TransferError",
+    "UnsupportedModelError",
+]
+
+
+class MoeCacheError(Exception):
+    """Base of all errors raised by moecache."""
+
+
+class CapacityError(MoeCacheError, ValueError):
+    """A cache size that cannot work, or a step that no slot can serve."""
+
+
+class RoutingError(MoeCacheError, ValueError, IndexError):
+    """Router output that cannot be served: ids out of range, a wrong shape, dtype or device, NaN weights."""
+
+
+class LeaseError(MoeCacheError, RuntimeError):
+    """A lease used after its end, or never granted because others hold every slot."""
+
+
+class ClosedError(MoeCacheError, RuntimeError):
+    """A cache, request or engine used after ``close()``, or in a forked child."""
+
+
+class CheckpointError(MoeCacheError, ValueError):
+    """Expert weights that cannot be found whole: missing, truncated, of differing shape or dtype."""
+
+
+class TransferError(MoeCacheError, OSError):
+    """A copy that failed; ``__cause__`` is the original error."""
+
+
+class AttachError(MoeCacheError, RuntimeError):
+    """A model that cannot be attached, detached or changed in its present state."""
+
+
+class UnsupportedModelError(MoeCacheError, TypeError):
+    """A model without MoE layers, or with experts of a form the library does not know."""
+
+
+class PolicyError(MoeCacheError, ValueError):
+    """An unknown policy name, or a score function that cannot be compiled."""
+
+
+class HistoryFormatError(MoeCacheError, ValueError):
+    """A history file that is cut short, damaged, or of another model."""
+
+
+class TraceFormatError(MoeCacheError, ValueError):
+    """A routing trace that is cut short, damaged, or of another model."""

@@ -1,0 +1,114 @@
+"""Counters, and what shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .cache import ExpertCache
+
+__all__ = ["PrometheusCollector", "Stats"]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a cache did since it was made, or since ``reset_stats()``.
+
+    A demand is one distinct expert of one step (one call of one MoE layer); it is a hit when the expert's bytes were all in its
+    slot as the layer asked. A prefetch is useful when it makes a hit, late when its layer asked before it had landed, wasted when
+    its layer did not ask, and dropped when it was wasted before it had landed.
+    """
+
+    demands: int
+    hits: int
+    misses: int
+    evictions: int
+    prefetch_issued: int
+    prefetch_useful: int
+    prefetch_late: int
+    prefetch_wasted: int
+    prefetch_dropped: int
+    bytes_demand: int
+    bytes_prefetch: int
+    stall_s: float  # time the caller waited for bytes, copies it made itself while waiting included
+    waves: int  # steps that needed more experts than the cache had slots to give
+    requests: int  # finished requests
+    steps: int
+    tokens: int
+    capacity_experts: int
+    resident_experts: int
+    resident_bytes: int
+    expert_bytes_total: int
+    direct_reads: int  # file reads past the page cache
+    buffered_reads: int  # file reads through it, where the file system refuses the other kind
+    failed: int  # copies that failed
+    layer_demands: tuple[int, ...]
+    layer_hits: tuple[int, ...]
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits per demand, 0.0 before the first demand."""
+        return self.hits / self.demands if self.demands else 0.0
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes moved per token routed, demanded and prefetched together."""
+        return (self.bytes_demand + self.bytes_prefetch) / self.tokens if self.tokens else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields and ``hit_rate``, of plain Python types."""
+        return {**asdict(self), "hit_rate": self.hit_rate}
+
+    def __str__(self) -> str:
+        rows = [
+            ("experts resident", f"{self.resident_experts} of {self.capacity_experts} slots, {_bytes(self.resident_bytes)}"),
+            ("all experts", _bytes(self.expert_bytes_total)),
+            ("demands", f"{self.demands:,}, {self.hit_rate:.1%} hits"),
+            ("misses", f"{self.misses:,}, {_bytes(self.bytes_demand)}"),
+            ("evictions", f"{self.evictions:,}"),
+            (
+                "prefetches",
+                f"{self.prefetch_issued:,}: {self.prefetch_useful:,} useful, {self.prefetch_late:,} late, {self.prefetch_wasted:,} wasted "
+                f"({self.prefetch_dropped:,} before they landed), {_bytes(self.bytes_prefetch)}",
+            ),
+            ("stall", f"{self.stall_s:.3f} s"),
+            ("bytes per token", _bytes(self.bytes_per_token)),
+        ]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _bytes(n: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if n < 1000:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1000
+    return f"{n:.2f} GB"
+
+
+class PrometheusCollector:
+    """A prometheus_client collector over one cache (extra ``metrics``).
+
+    >>> prometheus_client.REGISTRY.register(PrometheusCollector(cache))  # doctest: +SKIP
+    """
+
+    _GAUGES = ("capacity_experts", "resident_experts", "resident_bytes", "expert_bytes_total")
+
+    def __init__(self, cache: ExpertCache, labels: dict[str, str] | None = None) -> None:
+        self._cache = cache
+        self._labels = dict(labels or {})
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        stats = self._cache.stats()
+        for field in fields(stats):
+            value = getattr(stats, field.name)
+            if isinstance(value, tuple):
+                continue
+            family = GaugeMetricFamily if field.name in self._GAUGES else CounterMetricFamily
+            metric = family(f"moecache_{field.name}", field.name.replace("_", " "), labels=list(self._labels))
+            metric.add_metric(list(self._labels.values()), value)
+            yield metric
