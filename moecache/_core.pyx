@@ -541,3 +541,6 @@ cdef class Core:
         self.layer_demands[:] = 0
         self.layer_hits[:] = 0
         self.prefetcher.reset_counters()
+
+
+include "_replay.pxi"
