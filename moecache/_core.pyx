@@ -92,7 +92,7 @@ cdef class Core:
     cdef int32_t[::1] vacant, vacant_count
     cdef uint8_t[::1] speculative
     cdef int64_t[::1] last, frequency, demands_view, hits_view
-    cdef float[::1] use, wait, prior
+    cdef float[::1] use, wait, prior, chance
     cdef double[::1] next_use
     cdef int policy
     cdef score_function score
@@ -137,6 +137,7 @@ cdef class Core:
         self.use = self.probability
         self.wait = np.zeros(self.num_gids, np.float32)
         self.prior = np.zeros(self.num_gids, np.float32)
+        self.chance = np.zeros(int(store.num_experts.max()), np.float32)
         self.next_use = np.zeros(self.num_gids, np.float64)
         if policy not in POLICY_CODES or (policy == "user") != (score != 0):
             raise ValueError(f"policy {policy!r} with score address {score}")
@@ -195,18 +196,23 @@ cdef class Core:
         # Chance that some active request uses the expert in its next step, and the layer steps to expect until then.
         cdef int32_t gid, begin = self.layer_offset[layer], end = self.layer_offset[layer + 1]
         cdef float p, steps = self.num_layers
+        cdef int32_t rows
         cdef RequestState request
         cdef bint first = True
         if not self.requests:
             for gid in range(begin, end):
                 self.use[gid] = min(self.prior[gid] + CHANCE_FLOOR, <float> 1.0)
         for request in self.requests:
+            rows = request.rows
             for gid in range(begin, end):
                 p = min(WEIGHT_FAST * request.fast[gid] + WEIGHT_SLOW * request.slow[gid] + WEIGHT_PRIOR * self.prior[gid] + CHANCE_FLOOR,
                         <float> 1.0)
-                if request.rows > 1:
-                    p = 1 - pow(1 - p, request.rows)
-                self.use[gid] = p if first else 1 - (1 - self.use[gid]) * (1 - p)
+                self.chance[gid - begin] = p
+            if rows > 1:
+                for gid in range(begin, end):
+                    self.chance[gid - begin] = 1 - pow(1 - self.chance[gid - begin], rows)
+            for gid in range(begin, end):
+                self.use[gid] = self.chance[gid - begin] if first else 1 - (1 - self.use[gid]) * (1 - self.chance[gid - begin])
             first = False
         for gid in range(begin, end):
             self.wait[gid] = steps * (1 / self.use[gid] - 1)
@@ -348,22 +354,35 @@ cdef class Core:
             raise RoutingError(f"layer {layer} is out of range: this cache has MoE layers 0..{self.num_layers - 1}")
         step = Step(layer, tokens, k, decode, self.store.experts[layer])
         step.read(<const char *> ids, itemsize, row_stride, column_stride, <const uint8_t *> counted, sentinel)
+        self._decide(request, step)
+        step.plan.export()
+        return step
+
+    cdef int _decide(self, RequestState request, Step step) except -1:
+        self._observe(request, step)
+        if step.unique:
+            self._admit(step, request)
+            self._serve(step)
+            if step.decode:
+                self.prefetcher.plan(self, request, step)
+        request.remember(step)
+        return 0
+
+    cdef void _observe(self, RequestState request, Step step) noexcept:
+        # What a step teaches, whatever the slots hold.
+        cdef int i
+        cdef int32_t gid
         self.current = request
         request.observe(step)
         self.clock += 1
         self.steps += 1
-        if layer == 0:
+        if step.layer == 0:
             self.routed_tokens += step.counted_tokens
-        if step.unique:
-            self._admit(step, request)
-        self._refresh_layer(layer)
-        if step.unique:
-            self._serve(step)
-            if decode:
-                self.prefetcher.plan(self, request, step)
-        request.remember(step)
-        step.plan.export()
-        return step
+        for i in range(step.unique):
+            gid = self.layer_offset[step.layer] + step.experts[i]
+            self.last[gid] = self.clock
+            self.frequency[gid] += step.tally(i)
+        self._refresh_layer(step.layer)
 
     cdef void _admit(self, Step step, RequestState request) noexcept:
         # Classify every expert against the cache as it stood, and pin those already there so that none can be a victim of its own step.
@@ -376,8 +395,6 @@ cdef class Core:
             if slot >= 0 and moe_load_acquire(&self.completed[slot]) == -self.generation[slot]:
                 self._discard(slot)
                 slot = -1
-            self.last[gid] = self.clock
-            self.frequency[gid] += step.tally(i)
             if slot < 0:
                 step.state[i] = DEFERRED
                 step.deferred += 1
@@ -426,7 +443,7 @@ cdef class Core:
     def take(self, Step step):
         """Position of an expert whose bytes are there and that was not handed out yet, or -1."""
         cdef int i
-        for i in range(step.unique):
+        for i in range(step.first_open, step.unique):
             if step.state[i] == WAITING and moe_load_acquire(&self.completed[step.slot[i]]) == step.generation[i]:
                 step.state[i] = TAKEN
                 return i
@@ -439,6 +456,8 @@ cdef class Core:
             raise LeaseError(f"position {i} of this step was not handed out, or is done already")
         step.state[i] = DONE
         step.done += 1
+        while step.first_open < step.unique and step.state[step.first_open] == DONE:
+            step.first_open += 1
         if not step.deferred or not step.scratch[i]:
             return False
         j = step.next_deferred(True)

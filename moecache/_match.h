@@ -7,36 +7,39 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define MOE_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define MOE_CLONES
 #endif
 
-#define MOE_BLOCK 512
+/* Entries a column is read in at a time; columns are padded to a multiple. The sums of one such block stay in registers
+ * over all k columns, which the compiler does not find out by itself: hence the vector types. */
+#define MOE_LANES 64
+typedef uint8_t moe_bytes __attribute__((vector_size(MOE_LANES), aligned(1), may_alias));
+typedef uint16_t moe_shorts __attribute__((vector_size(2 * MOE_LANES)));
 
-/* dots[i] += sum_j weight[j] * column_j[i], exact in integers. `wide` is 0 when every weight is 1 and k <= 256:
- * then a 16-bit partial sum cannot overflow and twice the lanes fit a register. */
+/* dots[i] += sum_j weight[j] * column_j[i], exact in integers. `wide` is 0 when every weight is 1 and k <= 257:
+ * then a 16-bit partial sum cannot overflow. The tail may run over `n`, never over the padded store. */
 MOE_CLONES static void moe_add_columns(int64_t *restrict dots, const uint8_t *restrict columns, ptrdiff_t stride,
                                        const int32_t *restrict gids, const int32_t *restrict weights, int k, int wide,
                                        ptrdiff_t n) {
-    for (ptrdiff_t base = 0; base < n; base += MOE_BLOCK) {
-        /* Columns are padded to a whole number of blocks of 64, so the tail may run over `n`, never over the store. */
-        const int m = (int)(n - base < MOE_BLOCK ? (n - base + 63) / 64 * 64 : MOE_BLOCK);
+    for (ptrdiff_t base = 0; base < n; base += MOE_LANES) {
         int64_t *restrict out = dots + base;
         if (!wide) {
-            uint16_t sum[MOE_BLOCK];
-            memset(sum, 0, sizeof(uint16_t) * (size_t)m);
+            moe_shorts sum = {0};
+            uint16_t lanes[MOE_LANES];
             for (int j = 0; j < k; j++) {
-                const uint8_t *restrict column = columns + (ptrdiff_t)gids[j] * stride + base;
-                for (int i = 0; i < m; i++) sum[i] = (uint16_t)(sum[i] + column[i]);
+                const moe_bytes column = *(const moe_bytes *)(columns + (ptrdiff_t)gids[j] * stride + base);
+                sum += __builtin_convertvector(column, moe_shorts);
             }
-            for (int i = 0; i < m; i++) out[i] += sum[i];
+            memcpy(lanes, &sum, sizeof lanes);
+            for (int i = 0; i < MOE_LANES; i++) out[i] += lanes[i];
         } else {
             for (int j = 0; j < k; j++) {
                 const uint8_t *restrict column = columns + (ptrdiff_t)gids[j] * stride + base;
-                const int64_t w = weights[j];
-                for (int i = 0; i < m; i++) out[i] += w * column[i];
+                const int64_t weight = weights[j];
+                for (int i = 0; i < MOE_LANES; i++) out[i] += weight * column[i];
             }
         }
     }
@@ -46,12 +49,13 @@ MOE_CLONES static void moe_add_columns(int64_t *restrict dots, const uint8_t *re
  * order as their bit patterns do, and an integer maximum vectorises without licence to reorder float arithmetic. */
 MOE_CLONES static ptrdiff_t moe_best(const int64_t *restrict dots, const float *restrict inverse_norm, ptrdiff_t n,
                                      float *value) {
+    enum { BLOCK = 8 * MOE_LANES };
     ptrdiff_t best = -1;
     int32_t best_bits = 0;
-    for (ptrdiff_t base = 0; base < n; base += MOE_BLOCK) {
-        const int m = (int)(n - base < MOE_BLOCK ? n - base : MOE_BLOCK);
-        int32_t bits[MOE_BLOCK];
-        float scores[MOE_BLOCK];
+    for (ptrdiff_t base = 0; base < n; base += BLOCK) {
+        const int m = (int)(n - base < BLOCK ? n - base : BLOCK);
+        int32_t bits[BLOCK];
+        float scores[BLOCK];
         int32_t top = 0;
         for (int i = 0; i < m; i++) scores[i] = (float)dots[base + i] * inverse_norm[base + i];
         memcpy(bits, scores, sizeof(int32_t) * (size_t)m);

@@ -19,7 +19,7 @@ cdef class Prefetcher:
     cdef int32_t[MAX_AHEAD] slot
     cdef int32_t[MAX_AHEAD] generation
     cdef int64_t[MAX_AHEAD] owner
-    cdef int64_t issued, useful, late, wasted, dropped, skipped
+    cdef int64_t issued, useful, late, wasted, dropped
     cdef double useful_share
     cdef float[::1] chance
 
@@ -100,39 +100,55 @@ cdef class Prefetcher:
         for e in range(count):
             self.chance[e] /= step.unique
 
-    cdef void plan(self, Core core, RequestState request, Step step) noexcept:
-        """Queue prefetches for the layer that comes next, where that is worth a transfer."""
-        cdef int32_t target = step.layer + 1 if step.layer + 1 < core.num_layers else 0
-        cdef int32_t kind = core.layer_kind[target], begin = core.layer_offset[target], e, best, slot, victim = 0
-        cdef int i, budget = min(step.k, MAX_AHEAD - self.num_ahead)
-        cdef double threshold
-        # A pool smaller than one token's experts has no room for guesses; neither has a step that touches many tokens' worth.
-        if not self.enabled or step.unique > 2 * step.k or core.num_slots < core.num_layers * step.k or core.num_layers < 2:
-            return
-        if self.useful_share < USEFUL_FLOOR and core.steps % 16:
-            self.skipped += 1
-            return
-        self._forecast(core, request, step, target)
-        core._find_victims(kind, budget, step.layer, False)
+    cdef int _pick(self, Core core, int32_t target, int budget, int32_t *picked) noexcept nogil:
+        # Experts of the target that are not resident and likely enough, the likeliest first.
+        cdef int32_t begin = core.layer_offset[target], e, best
+        cdef int i, n = 0
         for i in range(budget):
             best = -1
             for e in range(core.store.experts[target]):
                 if core.gid_slot[begin + e] < 0 and self.chance[e] >= CHANCE_WANTED and (best < 0 or self.chance[e] > self.chance[best]):
                     best = e
             if best < 0:
-                return
-            threshold = 1 + core.num_layers * (1 / self.chance[best] - 1 + MARGIN_TOKENS)
+                break
+            picked[n] = best
+            self.chance[best] = -self.chance[best]   # taken; the sign is turned back by the caller
+            n += 1
+        return n
+
+    cdef void plan(self, Core core, RequestState request, Step step) noexcept:
+        """Queue prefetches for the layer that comes next, where that is worth a transfer."""
+        cdef int32_t target = step.layer + 1 if step.layer + 1 < core.num_layers else 0
+        cdef int32_t kind = core.layer_kind[target], begin = core.layer_offset[target], slot, victim = 0
+        cdef int32_t[MAX_AHEAD] picked
+        cdef float chance
+        cdef int i, n, budget = min(step.k, MAX_AHEAD - self.num_ahead)
+        # A pool smaller than one token's experts has no room for guesses; neither has a step that touches many tokens' worth.
+        if not self.enabled or step.unique > 2 * step.k or core.num_slots < core.num_layers * step.k or core.num_layers < 2:
+            return
+        if core.num_slots == core.num_gids:
+            return
+        if self.useful_share < USEFUL_FLOOR and core.steps % 16:
+            return
+        self._forecast(core, request, step, target)
+        n = self._pick(core, target, budget, picked)
+        if n == 0:
+            return
+        core._find_victims(kind, n, step.layer, False)
+        for i in range(n):
+            chance = -self.chance[picked[i]]
             if core.vacant_count[kind]:
                 core.vacant_count[kind] -= 1
                 slot = core.vacant[core.slot_begin[kind] + core.vacant_count[kind]]
-            elif victim < core.found.size and core._lateness(core.slot_gid[core.found.slots[victim]], step.layer) > threshold:
+            elif victim < core.found.size and core._lateness(core.slot_gid[core.found.slots[victim]], step.layer) > (
+                    1 + core.num_layers * (1 / chance - 1 + MARGIN_TOKENS)):
                 slot = core.found.slots[victim]
                 victim += 1
             else:
                 return
-            core._assign(slot, begin + best, step.plan)
+            core._assign(slot, begin + picked[i], step.plan)
             core.speculative[slot] = 1
-            step.plan.prefetch(begin + best, slot, core.generation[slot], self.chance[best])
+            step.plan.prefetch(begin + picked[i], slot, core.generation[slot], chance)
             self.slot[self.num_ahead], self.generation[self.num_ahead] = slot, core.generation[slot]
             self.owner[self.num_ahead] = request.number
             self.num_ahead += 1
@@ -147,4 +163,4 @@ cdef class Prefetcher:
                 "prefetch_dropped": self.dropped}
 
     cdef void reset_counters(self) noexcept:
-        self.issued = self.useful = self.late = self.wasted = self.dropped = self.skipped = 0
+        self.issued = self.useful = self.late = self.wasted = self.dropped = 0

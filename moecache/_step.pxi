@@ -5,6 +5,7 @@ cdef object NO_DROP = np.zeros((0, 2), np.int32)
 cdef object NO_PRIORITY = np.zeros(0, np.float32)
 
 
+@cython.freelist(16)
 cdef class Plan:
     """What to move: rows of (gid, slot, generation) to fetch and to prefetch, rows of (slot, generation) to drop."""
 
@@ -55,8 +56,10 @@ cdef class Step:
     cdef readonly int k, unique, hits, missing, deferred, done
     cdef readonly bint decode, open
     cdef readonly Plan plan
-    cdef readonly object token_index, topk_position
+    cdef readonly object token_index
+    cdef object _places
     cdef int32_t num_experts
+    cdef int first_open
     cdef int32_t *ids
     cdef int32_t *experts
     cdef int32_t *start
@@ -64,18 +67,21 @@ cdef class Step:
     cdef int32_t *slot
     cdef int32_t *generation
     cdef int32_t *work
+    cdef int64_t *place
     cdef uint8_t *state
     cdef uint8_t *scratch
 
     def __cinit__(self, int32_t layer, Py_ssize_t tokens, int k, bint decode, int32_t num_experts):
         cdef Py_ssize_t room = min(<Py_ssize_t> num_experts, max(tokens * k, 1))
+        cdef Py_ssize_t places = k if tokens == 1 else 0
         self.layer, self.tokens, self.k, self.decode, self.num_experts = layer, tokens, k, decode, num_experts
         self.open = True
         self.plan = Plan()
         self.ids = <int32_t *> malloc(max(tokens * k, 1) * sizeof(int32_t))
-        self.experts = <int32_t *> malloc((7 * room + 1) * sizeof(int32_t) + 2 * room)
-        if self.ids == NULL or self.experts == NULL:
+        self.place = <int64_t *> malloc(places * sizeof(int64_t) + (7 * room + 1) * sizeof(int32_t) + 2 * room)
+        if self.ids == NULL or self.place == NULL:
             raise MemoryError()
+        self.experts = <int32_t *> (self.place + places)
         self.start = self.experts + room
         self.counted = self.start + room + 1
         self.slot = self.counted + room
@@ -86,7 +92,7 @@ cdef class Step:
 
     def __dealloc__(self):
         free(self.ids)
-        free(self.experts)
+        free(self.place)
 
     cdef inline int32_t tally(self, int i) noexcept nogil:
         return self.start[i + 1] - self.start[i]
@@ -134,17 +140,13 @@ cdef class Step:
             raise MemoryError()
         try:
             self._tally(tally, counted)
-            if self.tokens > 1:
-                self.token_index, self.topk_position = np.empty(self.start[self.unique], np.int64), np.empty(self.start[self.unique], np.int64)
-                if self.unique:
-                    token_index, position = self.token_index, self.topk_position
-                    with nogil:
-                        self._group(tally, &token_index[0], &position[0])
-            elif self.tokens == 1:
-                self.topk_position = np.empty(self.start[self.unique], np.int64)
-                if self.unique:
-                    position = self.topk_position
-                    self._group(tally, NULL, &position[0])
+            if self.tokens == 1:
+                self._group(tally, NULL, self.place)
+            elif self.unique:
+                self.token_index, self._places = np.empty(self.start[self.unique], np.int64), np.empty(self.start[self.unique], np.int64)
+                token_index, position = self.token_index, self._places
+                with nogil:
+                    self._group(tally, &token_index[0], &position[0])
         finally:
             free(tally)
         self._forget_uncounted(counted)
@@ -233,15 +235,22 @@ cdef class Step:
 
     # What a lease reads. Positions count the distinct experts of the step in ascending order.
 
-    def expert(self, int i):
-        return self.experts[i]
+    def item(self, int i):
+        """(expert, slot, start, end): the expert's pairs are `start` to `end` of `token_index` and `topk_position`."""
+        return self.experts[i], self.slot[i], self.start[i], self.start[i + 1]
 
-    def slot_of(self, int i):
-        return self.slot[i]
-
-    def bounds(self, int i):
-        """(start, end) of the expert's pairs in `token_index` and `topk_position`."""
-        return self.start[i], self.start[i + 1]
+    @property
+    def topk_position(self):
+        """int64 array: the place among its token's top k of every pair."""
+        cdef Py_ssize_t n = self.start[self.unique], i
+        cdef int64_t[::1] view
+        if self._places is None:
+            # One token is the common case, and most callers never ask: made on demand.
+            self._places = np.empty(n, np.int64)
+            view = self._places
+            for i in range(n):
+                view[i] = self.place[i]
+        return self._places
 
     def expert_list(self):
         return [self.experts[i] for i in range(self.unique)]

@@ -377,11 +377,9 @@ class Lease:
     ----------
     weights : mapping of parameter name to Tensor ``[slots, *shape]``
         The pool of the layer; index it with the slots that :meth:`ready` yields.
-    positions : int64 Tensor ``[n]``
-        For the item last yielded: at which of its top-k places each of the tokens named the expert.
     """
 
-    __slots__ = ("_cache", "_core", "_first_slot", "_step", "_thread", "positions", "weights")
+    __slots__ = ("_at", "_cache", "_core", "_first_slot", "_step", "_thread", "weights")
 
     def __init__(self, cache: ExpertCache, step: Step) -> None:
         self._cache = cache
@@ -390,7 +388,7 @@ class Lease:
         kind = cache.bank.layer_kind[step.layer]
         self.weights: Mapping[str, torch.Tensor] = cache.pool.tensors[kind]
         self._first_slot = cache.pool.first_slot[kind]
-        self.positions: torch.Tensor = _FIRST_ROW[:0]
+        self._at = (0, 0)
         self._thread = threading.get_ident()
         cache._leases[self._thread] = cache._leases.get(self._thread, 0) + 1
 
@@ -410,6 +408,12 @@ class Lease:
         """How many of the experts were not there when the layer asked."""
         return self._step.missing
 
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 Tensor ``[n]``, for the item last yielded: at which of its top-k places each of the tokens named the expert."""
+        begin, end = self._at
+        return torch.from_numpy(self._step.topk_position[begin:end])
+
     def ready(self) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yield ``(expert, slot, tokens)`` for every expert of the step: those already there first, then each as it lands.
 
@@ -426,7 +430,6 @@ class Lease:
         """
         core, step = self._core, self._step
         rows = None if step.token_index is None else torch.from_numpy(step.token_index)
-        places = None if step.topk_position is None else torch.from_numpy(step.topk_position)
         while step.done < step.unique:
             if not step.open:
                 raise LeaseError(f"layer {step.layer}: this lease has ended; read the slots inside its `with` block")
@@ -434,10 +437,13 @@ class Lease:
             if i < 0:
                 self._wait()
                 continue
-            begin, end = step.bounds(i)
-            self.positions = places[begin:end]
-            tokens = rows[begin:end] if rows is not None else _FIRST_ROW.expand(end - begin)
-            yield step.expert(i), step.slot_of(i) - self._first_slot, tokens
+            expert, slot, begin, end = step.item(i)
+            self._at = begin, end
+            if rows is not None:
+                tokens = rows[begin:end]
+            else:
+                tokens = _FIRST_ROW if end - begin == 1 else _FIRST_ROW.expand(end - begin)
+            yield expert, slot - self._first_slot, tokens
             if step.open and core.finish(step, i):
                 self._submit()
 
