@@ -372,24 +372,6 @@ cdef class Core:
         # What a step teaches, whatever the slots hold.
         cdef int i
         cdef int32_t gid
-        self._decide(request, step)
-        step.plan.export()
-        return step
-
-    cdef int _decide(self, RequestState request, Step step) except -1:
-        self._observe(request, step)
-        if step.unique:
-            self._admit(step, request)
-            self._serve(step)
-            if step.decode:
-                self.prefetcher.plan(self, request, step)
-        request.remember(step)
-        return 0
-
-    cdef void _observe(self, RequestState request, Step step) noexcept:
-        # What a step teaches, whatever the slots hold.
-        cdef int i
-        cdef int32_t gid
         self.current = request
         request.observe(step)
         self.clock += 1
