@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from .history import Fingerprint, History, open_history
 from .policy import Score, resolve
 from .pool import Pool, slots_for
 from .stats import Stats
+
+if TYPE_CHECKING:
+    from .cuda import CudaCopies
 
 __all__ = ["ExpertCache", "Lease", "Request"]
 
@@ -110,7 +113,7 @@ class ExpertCache:
         self._waiting = 0
         self._leases: dict[int, int] = {}
         self._moved: dict[str, int] = {}
-        self._fence: Any = None
+        self._copies: CudaCopies | None = None
         self._build(slots)
         self._say_if_small()
 
@@ -125,16 +128,14 @@ class ExpertCache:
         self.capacity = sum(slots)
         complete = np.zeros(self.capacity, np.int32)
         numbers, addresses, strides = self.pool.regions()
+        sources = self.bank.sources(numbers)
         link = self._link
         if link is None and self.device.type == "cuda":
-            from . import cuda
+            from .cuda import copies_for
 
-            link = cuda.link_for(self.bank, self.device)
-        self._engine = Engine(
-            self.bank.sources(numbers), addresses, strides, complete, link=link, threads=self._threads, owner=(self.bank, self.pool)
-        )
-        if self.device.type == "cuda":
-            self._fence = cuda.Fence(self._engine, self.device)
+            self._copies = copies_for(sources, self.device, self.capacity)
+            link = self._copies.link
+        self._engine = Engine(sources, addresses, strides, complete, link=link, threads=self._threads, owner=(self.bank, self.pool))
         self._core = Core(
             self.history.store,
             np.array(self.bank.layer_kind, np.int32),
@@ -236,7 +237,7 @@ class ExpertCache:
         if any(self._leases.values()):
             raise LeaseError("resize() while a lease is open: leave the `with request.route(...)` block first")
         self._engine.drain(self.timeout)
-        core, pool, engine = self._core, self.pool, self._engine
+        core, pool, engine, copies = self._core, self.pool, self._engine, self._copies
         self._build(slots)
         for kind, tensors in enumerate(self.pool.tensors):
             for n, slot in enumerate(core.retained(kind, slots[kind]).tolist()):
@@ -246,6 +247,8 @@ class ExpertCache:
         self._core.inherit(core)
         self._keep_counters(engine)
         engine.close()
+        if copies is not None:
+            copies.close()
 
     def _keep_counters(self, engine: Engine) -> None:
         self._moved = {name: n + self._moved.get(name, 0) for name, n in engine.counters().items()}
@@ -257,6 +260,8 @@ class ExpertCache:
         self._keep_counters(self._engine)
         self.closed = True
         self._engine.close()
+        if self._copies is not None:
+            self._copies.close()
         self.pool.tensors = ()
         if self._history_path is not None:
             self.history.save(self._history_path)
@@ -445,12 +450,17 @@ class Lease:
                 tokens = _FIRST_ROW if end - begin == 1 else _FIRST_ROW.expand(end - begin)
             yield expert, slot - self._first_slot, tokens
             if step.open and core.finish(step, i):
+                self._mark_readers(step.plan.fetches[:, 1])
                 self._submit()
+
+    def _mark_readers(self, slots: np.ndarray) -> None:
+        # Kernels already issued still read these slots: no copy may start before them.
+        copies = self._cache._copies
+        if copies is not None:
+            copies.mark_readers(slots, torch.cuda.current_stream(self._cache.device).cuda_stream)
 
     def _submit(self) -> None:
         plan = self._step.plan
-        if self._cache._fence is not None:
-            self._cache._fence.record(plan)
         self._cache._engine.submit(plan.fetches, plan.prefetches, plan.priorities, plan.drops)
 
     def _wait(self) -> None:
@@ -492,8 +502,8 @@ class Lease:
         step, cache = self._step, self._cache
         if not step.open:
             return
-        if cache._fence is not None:
-            cache._fence.release(step)
+        if cache._copies is not None:
+            self._mark_readers(np.array([slot for slot in step.slot_list() if slot >= 0], np.int32))
         self._core.release(step)
         cache._leases[self._thread] -= 1
         if cache._waiting:
