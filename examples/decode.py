@@ -97,7 +97,7 @@ class Written:
 
 
 def write(model: Any, tokenizer: Any, batches: list[list[str]], args: argparse.Namespace, quiet: bool) -> Written:
-    """Decode the batches one after the other, greedily."""
+    """Decode the batches one after the other, as the model's generation config says, each from the same seed."""
     written = Written()
     for batch in batches:
         inputs = tokenizer(batch, return_tensors="pt", padding=len(batch) > 1).to(model.device)
@@ -105,10 +105,10 @@ def write(model: Any, tokenizer: Any, batches: list[list[str]], args: argparse.N
         if not quiet:
             for number, prompt in enumerate(batch, 1):
                 print(f"\n--- {f'[{number}] ' if len(batch) > 1 else ''}{prompt!r}", flush=True)
+        torch.manual_seed(0)
         output = model.generate(
             **inputs,
             max_new_tokens=args.max_new_tokens,
-            do_sample=False,
             streamer=progress,
             return_dict_in_generate=True,
             output_logits=args.check,
@@ -298,7 +298,7 @@ def read_prompts(args: argparse.Namespace) -> list[list[str]]:
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"--prompt-file: {error}") from error
     if PROMPTS.exists():
-        return [[prompt] for prompt in json.loads(PROMPTS.read_text()).values()]
+        return [[prompts[0]] for prompts in json.loads(PROMPTS.read_text()).values()]
     return [["def __init__(self, name):\n"], ["#include <stdio.h>\n\n"], ["<html>\n<head>\n<title>"]]
 
 
@@ -353,7 +353,7 @@ def run(argv: list[str]) -> int:
 def main() -> int:
     try:
         return run(sys.argv[1:])
-    except (InputError, moecache.MoeCacheError, OSError) as error:
+    except (InputError, moecache.errors.MoeCacheError, OSError) as error:
         print(f"decode.py: {(str(error).strip().splitlines() or [type(error).__name__])[0]}", file=sys.stderr)
         return 2
 

@@ -1,4 +1,4 @@
-"""The wheel: built from the sdist, installed elsewhere, imported where CUDA, transformers and Numba are not to be had."""
+"""The wheel: built from the sdist, installed elsewhere, imported where CUDA, transformers and Numba are not there."""
 
 import json
 import os
@@ -54,7 +54,7 @@ print(json.dumps({
     "asked": sorted(blocker.asked_by_moecache),
     "unchanged": [a == b for a, b in zip(before, after)],
     "cuda_initialized": torch.cuda.is_initialized(),
-    "public": {name: type(getattr(moecache, name)).__name__ for name in moecache.__all__},
+    "public": sorted(moecache.__all__),
 }))
 """
 
@@ -132,7 +132,7 @@ def test_import_changes_nothing_of_the_process(imported: dict) -> None:
 
 
 def test_public_names_are_there(imported: dict) -> None:
-    expected = {"ExpertBank", "ExpertCache", "Request", "Lease", "Stats", "MoeCacheError", "attach", "load", "detach"}
+    expected = {"ExpertBank", "ExpertCache", "Request", "Lease", "Stats", "errors", "attach", "load", "detach"}
     assert expected <= set(imported["public"])
 
 
