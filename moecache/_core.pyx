@@ -11,6 +11,7 @@ import numpy as np
 from libc.math cimport pow, sqrt
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.string cimport memset
 
 from moecache.errors import LeaseError, RoutingError
 

@@ -1,0 +1,9 @@
+"""Routing traces: record, read and replay them through the very core that runs, without any model."""
+
+from __future__ import annotations
+
+from .replay import REPLAY_NAMES, Result, replay
+from .schedule import Schedule, schedule
+from .trace import Counts, Trace, merge, read_trace
+
+__all__ = ["REPLAY_NAMES", "Counts", "Result", "Schedule", "Trace", "merge", "read_trace", "replay", "schedule"]

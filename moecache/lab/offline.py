@@ -1,0 +1,175 @@
+"""Numba kernels for what needs the whole trace: next uses, reuse distances, and Belady's bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+
+__all__ = ["belady_hits", "next_uses", "reuse_distances"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _jit(function: _Function) -> _Function:
+    compiled: _Function = numba.njit(cache=True)(function)
+    return compiled
+
+
+@_jit
+def next_uses(experts: np.ndarray, start: np.ndarray, num_experts: int) -> np.ndarray:
+    """When each routed expert is used next.
+
+    Parameters
+    ----------
+    experts : int16 array ``[tokens, layers, k]``
+    start : int64 array ``[passes + 1]``
+    num_experts : int
+        Of the largest layer.
+
+    Returns
+    -------
+    int64 array ``[tokens, layers, k]``
+        Number of the layer step (``pass * layers + layer``), ``passes * layers`` for never.
+    """
+    tokens, layers, k = experts.shape
+    never = (len(start) - 1) * layers
+    upcoming = np.full((layers, num_experts), never, np.int64)
+    out = np.full((tokens, layers, k), never, np.int64)
+    for f in range(len(start) - 2, -1, -1):
+        for layer in range(layers):
+            for t in range(start[f], start[f + 1]):
+                for j in range(k):
+                    if experts[t, layer, j] >= 0:
+                        out[t, layer, j] = upcoming[layer, experts[t, layer, j]]
+            for t in range(start[f], start[f + 1]):
+                for j in range(k):
+                    if experts[t, layer, j] >= 0:
+                        upcoming[layer, experts[t, layer, j]] = f * layers + layer
+    return out
+
+
+@_jit
+def reuse_distances(experts: np.ndarray, start: np.ndarray, num_experts: int) -> np.ndarray:
+    """How many distinct experts were used since each demand's expert was last used: the LRU stack distance of single demands.
+
+    Returns
+    -------
+    int64 array ``[layers * num_experts + 1]``
+        Number of demands by distance; the last entry counts first uses.
+    """
+    layers, k = experts.shape[1:]
+    gids = layers * num_experts
+    steps = (len(start) - 1) * layers
+    # A Fenwick tree over steps: 1 where a step is the latest use of some expert, weighted by how many experts that is.
+    tree = np.zeros(steps + 1, np.int64)
+    latest = np.full(gids, -1, np.int64)
+    histogram = np.zeros(gids + 1, np.int64)
+    seen = np.zeros(gids, np.int64)
+    step = 0
+    for f in range(len(start) - 1):
+        for layer in range(layers):
+            step += 1
+            for t in range(start[f], start[f + 1]):
+                for j in range(k):
+                    e = experts[t, layer, j]
+                    if e < 0 or seen[layer * num_experts + e] == step:
+                        continue
+                    g = layer * num_experts + e
+                    seen[g] = step
+                    if latest[g] < 0:
+                        histogram[gids] += 1
+                    else:
+                        distance = 0
+                        i = step - 1
+                        while i > 0:
+                            distance += tree[i]
+                            i -= i & -i
+                        i = latest[g]
+                        while i > 0:
+                            distance -= tree[i]
+                            i -= i & -i
+                        histogram[distance] += 1
+            for t in range(start[f], start[f + 1]):
+                for j in range(k):
+                    e = experts[t, layer, j]
+                    if e < 0 or latest[layer * num_experts + e] == step:
+                        continue
+                    g = layer * num_experts + e
+                    i = latest[g]
+                    while 0 < i <= steps:
+                        tree[i] -= 1
+                        i += i & -i
+                    latest[g] = step
+                    i = step
+                    while i <= steps:
+                        tree[i] += 1
+                        i += i & -i
+    return histogram
+
+
+@_jit
+def belady_hits(
+    experts: np.ndarray, start: np.ndarray, next_use: np.ndarray, num_experts: int, capacity: int, bypass: bool
+) -> np.ndarray:
+    """Hits of the policy that knows the future, judged step by step.
+
+    Parameters
+    ----------
+    next_use : int64 array ``[tokens, layers, k]``
+        As :func:`next_uses` gives it.
+    capacity : int
+        Experts; without bypass at least those of the largest step.
+    bypass : bool
+        Whether a missing expert may be served without taking a place from one that is used sooner.
+
+    Returns
+    -------
+    int64 array ``[passes, layers]``
+    """
+    layers, k = experts.shape[1:]
+    gids = layers * num_experts
+    hits = np.zeros((len(start) - 1, layers), np.int64)
+    place = np.full(gids, -1, np.int64)
+    resident = np.empty(capacity, np.int64)
+    size = 0
+    use = np.zeros(gids, np.int64)
+    seen = np.zeros(gids, np.int64)
+    step = 0
+    for f in range(len(start) - 1):
+        for layer in range(layers):
+            step += 1
+            for t in range(start[f], start[f + 1]):
+                for j in range(k):
+                    if experts[t, layer, j] < 0:
+                        continue
+                    g = layer * num_experts + experts[t, layer, j]
+                    use[g] = next_use[t, layer, j]
+                    if seen[g] != step:
+                        seen[g] = step
+                        hits[f, layer] += place[g] >= 0
+            for t in range(start[f], start[f + 1]):
+                for j in range(k):
+                    if experts[t, layer, j] < 0:
+                        continue
+                    g = layer * num_experts + experts[t, layer, j]
+                    if place[g] >= 0:
+                        continue
+                    if size < capacity:
+                        place[g] = size
+                        resident[size] = g
+                        size += 1
+                        continue
+                    victim = -1
+                    for i in range(capacity):
+                        h = resident[i]
+                        if (bypass or seen[h] != step) and (victim < 0 or use[h] > use[resident[victim]]):
+                            victim = i
+                    if victim < 0 or (bypass and use[resident[victim]] <= use[g]):
+                        continue
+                    place[resident[victim]] = -1
+                    resident[victim] = g
+                    place[g] = victim
+    return hits
