@@ -175,8 +175,12 @@ def combine(
     product, weights = form.product, lease.weights
     early: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     turn = 0
+    on_host = result.device.type == "cpu"
     for expert, slot, tokens in lease.ready():
-        scale = top_k_weights[tokens, lease.positions, None]
+        positions = lease.positions
+        if not on_host:
+            tokens, positions = tokens.to(result.device), positions.to(result.device)
+        scale = top_k_weights[tokens, positions, None]
         value = product(module, weights, slot, hidden_states[tokens], scale).to(dtype)
         if expert != experts[turn]:
             early[expert] = tokens, value

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Requests"]
 
+_CACHE_NAMES = ("past_key_values", "cache", "cache_params")
+
 
 class _Current(threading.local):
     """The request that this thread's forward passes of one model belong to."""
@@ -28,7 +30,7 @@ class _Current(threading.local):
 class Requests:
     """The current request of each thread.
 
-    A forward pass without ``past_key_values``, or with an empty one, begins a request and ends the thread's previous
+    A forward pass without a key-value cache, or with an empty one, begins a request and ends the thread's previous
     one; any other continues it. Prompt tokens that the attention mask leaves out are computed but not counted.
     """
 
@@ -46,7 +48,8 @@ class Requests:
             tokens = kwargs.get("inputs_embeds")
         length = tokens.shape[1] if isinstance(tokens, torch.Tensor) and tokens.dim() > 1 else None
         current = self._current
-        continues = _holds_tokens(kwargs.get("past_key_values"))
+        past = next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
+        continues = _holds_tokens(past)
         if not continues or current.request is None or not current.from_forward:
             self._begin(from_forward=True)
         current.decode = None if length is None else continues and length == 1

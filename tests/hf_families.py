@@ -1,0 +1,140 @@
+"""Tiny random models of the families under test, saved as their checkpoints are on the hub."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+# The models are tiny: a second thread would only wait at barriers.
+torch.set_num_threads(1)
+
+_COMMON = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+_LATENT_ATTENTION = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 8,
+}
+_GROUPED = {"n_shared_experts": 1, "n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_hidden_layers": 2, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_hidden_layers": 3,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 32,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe": {
+        "num_hidden_layers": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+        "norm_topk_prob": True,
+    },
+    "olmoe": {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2},
+    "deepseek_v2": {
+        "num_hidden_layers": 3,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "topk_method": "group_limited_greedy",
+        **_LATENT_ATTENTION,
+        **_GROUPED,
+    },
+    "deepseek_v3": {
+        "num_hidden_layers": 3,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        **_LATENT_ATTENTION,
+        **_GROUPED,
+    },
+    "glm4_moe": {
+        "num_hidden_layers": 3,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "head_dim": 8,
+        **_GROUPED,
+    },
+    "gpt_oss": {
+        "num_hidden_layers": 2,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 8,
+    },
+}
+
+
+def config_of(family: str, **changes: Any) -> Any:
+    return transformers.AutoConfig.for_model(family, **{**_COMMON, **FAMILIES[family], **changes})
+
+
+def build(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    """A model with weights large enough that routing is spread and logits differ between tokens."""
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config_of(family, **changes))
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if param.dim() > 1 or "bias" in name:
+                param.normal_(0.0, 0.2)
+    return model.to(dtype).eval()
+
+
+def save(family: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """Save such a model in a few shards."""
+    build(family, dtype, **changes).save_pretrained(folder, max_shard_size="40KB")
+    return folder
+
+
+def load_eager(folder: Path, **kwargs: Any) -> PreTrainedModel:
+    """The resident model, computed by the class's own eager forward."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager", **kwargs)
+
+
+def load_empty(folder: Path, **kwargs: Any) -> PreTrainedModel:
+    """The model with its experts kept out."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, experts_implementation="moecache", **kwargs)
+
+
+def left_padded(rows: int = 4, longest: int = 9, vocab: int = 96) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts of different lengths, padded on the left: ids and attention mask."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(2, vocab, (rows, longest), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, :row] = 0
+    return ids * mask, mask
+
+
+def continued(model: PreTrainedModel, past: Any) -> dict[str, Any]:
+    """The keyword under which this version of transformers takes a key-value cache."""
+    return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": past}

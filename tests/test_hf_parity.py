@@ -1,0 +1,130 @@
+"""Every supported family gives the bits of the resident eager model, whatever is cached, and does use its cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hf_families import FAMILIES, continued, left_padded, load_eager, load_empty, save
+
+import moecache
+import moecache.hf
+from moecache import ExpertCache
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, torch.dtype], Path]:
+    made: dict[tuple[str, torch.dtype], Path] = {}
+
+    class Checkpoints(dict):
+        def __missing__(self, key: tuple[str, torch.dtype]) -> Path:
+            family, dtype = key
+            self[key] = save(family, tmp_path_factory.mktemp(family), dtype)
+            return self[key]
+
+    return Checkpoints(made)
+
+
+def assert_cache_was_used(cache: ExpertCache) -> None:
+    stats = cache.stats()
+    assert stats.misses > 0
+    if cache.capacity < sum(cache.num_experts):
+        assert stats.evictions > 0
+        assert stats.resident_bytes < stats.expert_bytes_total
+
+
+@torch.no_grad()
+def assert_equal_runs(model, eager) -> None:
+    """Prompt, decode step by step, a padded batch, greedy and beam search."""
+    generator = torch.Generator().manual_seed(3)
+    prompt = torch.randint(2, 96, (1, 11), generator=generator)
+    ours, theirs = model(prompt, use_cache=True), eager(prompt, use_cache=True)
+    assert torch.equal(ours.logits, theirs.logits)
+    for _ in range(3):
+        token = theirs.logits[:, -1:].argmax(-1)
+        ours = model(token, **continued(model, ours.past_key_values))
+        theirs = eager(token, **continued(eager, theirs.past_key_values))
+        assert torch.equal(ours.logits, theirs.logits)
+    ids, mask = left_padded()
+    assert torch.equal(model(ids, attention_mask=mask).logits, eager(ids, attention_mask=mask).logits)
+    for options in ({}, {"num_beams": 2}):
+        options |= {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+        ours = model.generate(ids, attention_mask=mask, **options)
+        theirs = eager.generate(ids, attention_mask=mask, **options)
+        assert torch.equal(ours.sequences, theirs.sequences)
+        assert all(torch.equal(a, b) for a, b in zip(ours.logits, theirs.logits, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bit_equal_at_any_capacity(checkpoints, family: str, dtype: torch.dtype) -> None:
+    folder = checkpoints[family, dtype]
+    eager = load_eager(folder)
+    model = load_empty(folder)
+    assert model.dtype == dtype
+    total = None
+    for capacity, bank in (("top-k", "disk"), (0.25, "ram"), (1.0, "disk")):
+        top_k = model.config.num_experts_per_tok
+        cache = moecache.attach(model, top_k if capacity == "top-k" else capacity, bank=bank)
+        total = total or sum(cache.num_experts)
+        assert cache.bank.location == bank
+        assert_equal_runs(model, eager)
+        assert_cache_was_used(cache)
+        if capacity == "top-k":
+            assert cache.capacity == top_k
+            assert cache.stats().waves > 0
+        moecache.detach(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_resident_model_is_adopted_and_restored(checkpoints, family: str) -> None:
+    folder = checkpoints[family, torch.float32]
+    eager, model = load_eager(folder), load_eager(folder)
+    before = {name: (param, param.data_ptr()) for name, param in model.named_parameters()}
+    modules = dict(model.named_modules())
+    cache = moecache.attach(model, 0.5)
+    assert cache.bank.location == "ram"
+    assert cache.bank.copied_bytes == 0
+    assert_equal_runs(model, eager)
+    assert_cache_was_used(cache)
+    moecache.detach(model)
+    assert cache.closed
+    assert {name: (param, param.data_ptr()) for name, param in model.named_parameters()}.keys() == before.keys()
+    for name, param in model.named_parameters():
+        assert param is before[name][0]
+        assert param.data_ptr() == before[name][1]
+    assert all(modules[name] is module for name, module in model.named_modules())
+    assert model.config._experts_implementation == "eager"
+    ids, mask = left_padded()
+    with torch.no_grad():
+        assert torch.equal(model(ids, attention_mask=mask).logits, eager(ids, attention_mask=mask).logits)
+
+
+def test_five_percent_of_many_experts(tmp_path: Path) -> None:
+    save("qwen3_moe", tmp_path, num_experts=40, num_experts_per_tok=2)
+    eager, model = load_eager(tmp_path), load_empty(tmp_path)
+    cache = moecache.attach(model, 0.05)
+    assert cache.capacity == 4
+    assert_equal_runs(model, eager)
+    assert_cache_was_used(cache)
+    assert cache.stats().waves > 0
+
+
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_extreme_top_k(tmp_path: Path, top_k: int) -> None:
+    save("mixtral", tmp_path, num_local_experts=4, num_experts_per_tok=top_k)
+    eager, model = load_eager(tmp_path), load_empty(tmp_path)
+    cache = moecache.attach(model, top_k)
+    assert_equal_runs(model, eager)
+    assert_cache_was_used(cache)
+
+
+def test_one_expert(tmp_path: Path) -> None:
+    save("mixtral", tmp_path, num_local_experts=1, num_experts_per_tok=1)
+    eager, model = load_eager(tmp_path), load_empty(tmp_path)
+    cache = moecache.attach(model, 1)
+    assert_equal_runs(model, eager)
+    assert cache.stats().evictions > 0
