@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from os import PathLike
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -79,11 +80,13 @@ def detach(model: PreTrainedModel) -> None:
     Raises
     ------
     AttachError
-        The model is not attached.
+        The model is not attached, or is a copy of the one that is.
     """
     attachment = model.__dict__.get("_moecache_attachment")
     if attachment is None:
         raise AttachError(f"this {type(model).__name__} is not attached")
+    if attachment.model is not model:
+        raise AttachError("this model is a copy that shares the cache of the one it was copied from; detach that one")
     attachment.remove()
 
 
@@ -108,7 +111,7 @@ def load(
     """
     cache_names = set(inspect.signature(ExpertCache.__init__).parameters) - {"self", "bank", "capacity"}
     cache_options = {name: options.pop(name) for name in list(options) if name in cache_names}
-    if any(True for _ in _local_safetensors(path)):
+    if not options.keys() & {"variant", "subfolder"} and any(Path(path).glob("*.safetensors*")):
         CheckpointIndex(path)  # says what is missing or cut short before anything is built
     config_names = ("trust_remote_code", "revision", "token", "cache_dir", "subfolder")
     config = options.get("config") or AutoConfig.from_pretrained(
@@ -180,7 +183,7 @@ class Attachment:
         names = [layer.name for layer in self.layers]
         for path, module in self.model.named_modules():
             if path == "" or any(name == path or name.startswith(path + ".") for name in names):
-                module.__dict__["_apply"] = _ApplyGuard(module)
+                module.__dict__["_apply"] = _ApplyGuard(module, self.cache.device)
                 self._guarded.append(module)
         self.model.__dict__["set_experts_implementation"] = _refuse_switch
 
@@ -188,24 +191,23 @@ class Attachment:
 class _ApplyGuard:
     """Stands in for ``Module._apply``, which ``.to()``, ``.half()``, ``.cuda()`` and the like all call."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module, self._device = module, device
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        for param in self._module.parameters():
-            if param.device.type != "meta":
-                probe = torch.empty(0, dtype=param.dtype, device=param.device)
-                changed = fn(probe)
-                if changed.dtype != probe.dtype or changed.device != probe.device:
-                    raise AttachError(
-                        f"an attached model cannot go from {probe.dtype} on {probe.device} to {changed.dtype} on "
-                        f"{changed.device}: its experts stay as the bank holds them; call moecache.detach(model) "
-                        "first, or load it with that dtype and device"
-                    )
+        params = self._module.parameters()
+        for dtype, device in {(p.dtype, self._device if p.device.type == "meta" else p.device) for p in params}:
+            changed = fn(torch.empty(0, dtype=dtype, device=device))
+            if changed.dtype != dtype or changed.device != device:
+                raise AttachError(
+                    f"an attached model cannot go from {dtype} on {device} to {changed.dtype} on {changed.device}: its "
+                    "experts stay as the bank holds them; call moecache.detach(model) first, or load it with that dtype "
+                    "and device"
+                )
         return self._module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ApplyGuard:
-        return _ApplyGuard(memo.get(id(self._module), self._module))
+        return _ApplyGuard(memo.get(id(self._module), self._module), self._device)
 
 
 class _StreamBack:

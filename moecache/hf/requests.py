@@ -39,6 +39,9 @@ class Requests:
         self._current = _Current()
         self._argument_names = list(inspect.signature(model.forward).parameters)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Requests:
+        return self
+
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the top model."""
         if args:
