@@ -11,7 +11,7 @@ import numpy as np
 from libc.math cimport pow, sqrt
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc, realloc
-from libc.string cimport memset
+from libc.string cimport memmove, memset
 
 from moecache.errors import LeaseError, RoutingError
 
@@ -382,7 +382,7 @@ cdef class Core:
         for i in range(step.unique):
             gid = self.layer_offset[step.layer] + step.experts[i]
             self.last[gid] = self.clock
-            self.frequency[gid] += step.tally(i)
+            self.frequency[gid] += step.counted[i]
         self._refresh_layer(step.layer)
 
     cdef void _admit(self, Step step, RequestState request) noexcept:

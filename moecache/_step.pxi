@@ -60,6 +60,7 @@ cdef class Step:
     cdef object _places
     cdef int32_t num_experts
     cdef int first_open
+    cdef bint repeats
     cdef int32_t *ids
     cdef int32_t *experts
     cdef int32_t *start
@@ -192,7 +193,9 @@ cdef class Step:
             for j in range(self.k):
                 if row[j] >= 0:
                     tally[row[j]] += 1
-                    if (counted == NULL or counted[t]) and not repeated(row, j):
+                    if repeated(row, j):
+                        self.repeats = True
+                    elif counted == NULL or counted[t]:
                         tally[self.num_experts + row[j]] += 1
         self.start[0] = 0
         for e in range(self.num_experts):
@@ -224,14 +227,17 @@ cdef class Step:
                     token_index[at] = t
 
     cdef void _forget_uncounted(self, const uint8_t *counted) noexcept nogil:
+        # From here on the ids are what is learnt from: no uncounted rows, no expert twice in a row.
         cdef Py_ssize_t t
         cdef int j
-        if counted == NULL:
+        cdef int32_t *row
+        if counted == NULL and not self.repeats:
             return
         for t in range(self.tokens):
-            if not counted[t]:
-                for j in range(self.k):
-                    self.ids[t * self.k + j] = -1
+            row = self.ids + t * self.k
+            for j in range(self.k - 1, -1, -1):
+                if counted != NULL and not counted[t] or repeated(row, j):
+                    row[j] = -1
 
     # What a lease reads. Positions count the distinct experts of the step in ascending order.
 

@@ -294,7 +294,7 @@ cdef class RequestState:
                 raise RoutingError(f"layer {layer}: expert {ids[j]} is outside 0..{self.store.experts[layer] - 1}")
             gids[j] = self.store.layer_offset[layer] + ids[j]
             weights[j] = 1
-            self.row_sum[layer] += 1
+        self.row_sum[layer] += k
         self._count(gids, weights, k, True)
         entry = self.match()
         if entry < 0:
@@ -361,7 +361,7 @@ cdef class RequestState:
                 continue
             for j in range(step.k):
                 e = step.ids[t * step.k + j]
-                if e >= 0 and not repeated(&step.ids[t * step.k], j):
+                if e >= 0:
                     self.fast[offset + e] += fast
                     self.slow[offset + e] += slow
             fast *= 1 - FAST
