@@ -1,0 +1,334 @@
+"""Plain references for the deciding room: NumPy in float64, dicts, one token at a time. Nothing here is fast or imports ``_core``."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from numpy.typing import NDArray
+
+Counts = NDArray[np.int64]
+
+CI = bool(os.environ.get("CI"))
+SETTINGS = settings(
+    deadline=None,
+    derandomize=CI,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+# Documented constants of the policies.
+FAST, SLOW = 0.2, 0.02
+WEIGHTS = {"fast": 0.35, "slow": 0.45, "prior": 0.2}
+CHANCE_FLOOR = 1e-4
+PRIOR_TOKENS = 16.0
+
+# The compiled room keeps chances in float32: two scores closer than this are the same to it, whatever float64 says.
+CLOSE = 1e-4
+
+
+class Layout:
+    """Global numbers of experts in layers of differing size."""
+
+    def __init__(self, num_experts: Sequence[int]) -> None:
+        self.num_experts = tuple(num_experts)
+        self.layers = len(self.num_experts)
+        self.offset = [sum(self.num_experts[:layer]) for layer in range(self.layers + 1)]
+        self.total = self.offset[-1]
+        self.layer_of = [layer for layer, n in enumerate(self.num_experts) for _ in range(n)]
+
+    def rows(self, layer: int) -> slice:
+        return slice(self.offset[layer], self.offset[layer + 1])
+
+
+class HistoryReference:
+    """Finished requests: a list of matrices, searched by flat cosine."""
+
+    def __init__(self, num_experts: Sequence[int], capacity: int) -> None:
+        self.layout = Layout(num_experts)
+        self.capacity = capacity
+        self.prompt: list[Counts] = []
+        self.decode: list[Counts] = []
+        self.total = np.zeros(self.layout.total, np.int64)
+        self.tokens = self.replaced = 0
+        following = [*num_experts[1:], num_experts[0]]
+        self.transitions = [np.zeros((a, b), np.int64) for a, b in zip(num_experts, following, strict=True)]
+        self.origins = np.zeros(self.layout.total, np.int64)
+
+    @property
+    def entries(self) -> list[Counts]:
+        return [p + d for p, d in zip(self.prompt, self.decode, strict=True)]
+
+    def similarities(self, counts: Counts) -> NDArray[np.float64]:
+        return np.array([cosine(counts, entry) for entry in self.entries], np.float64)
+
+    def replaceable(self, counts: Counts) -> list[int]:
+        """Entries a full store may give up for `counts`: the most similar, and those that float32 cannot tell from it."""
+        return nearest(self.similarities(counts)) or [0]
+
+    def add(self, prompt: Counts, decode: Counts, tokens: int, entry: int | None = None) -> None:
+        """`entry`: which of the `replaceable` was taken."""
+        if not (prompt + decode).any():
+            return
+        kept = [np.minimum(counts, 65535) for counts in (prompt, decode)]
+        if len(self.prompt) < self.capacity:
+            self.prompt.append(kept[0])
+            self.decode.append(kept[1])
+        else:
+            assert entry in self.replaceable(prompt + decode)
+            self.prompt[entry], self.decode[entry] = kept
+            self.replaced += 1
+        self.total += prompt + decode
+        self.tokens += tokens
+
+
+def cosine(a: Counts, b: Counts) -> float:
+    norm = float(np.linalg.norm(a.astype(np.float64)) * np.linalg.norm(b.astype(np.float64)))
+    return float(a.astype(np.float64) @ b.astype(np.float64)) / norm if norm else 0.0
+
+
+def nearest(similarities: NDArray[np.float64]) -> list[int]:
+    """Indices of the largest positive similarity, lowest first, with all that float32 may mistake for it."""
+    if not len(similarities) or similarities.max() <= 0:
+        return []
+    return [int(i) for i in np.flatnonzero(similarities >= similarities.max() * (1 - 1e-6))]
+
+
+class RequestReference:
+    """Counts and decayed frequencies of one request, updated token after token."""
+
+    def __init__(self, history: HistoryReference, prior: NDArray[np.float64]) -> None:
+        self.history, self.layout = history, history.layout
+        self.prompt = np.zeros(self.layout.total, np.int64)
+        self.decode = np.zeros(self.layout.total, np.int64)
+        self.fast, self.slow = prior.copy(), prior.copy()
+        self.rows = 1
+        self.prompt_tokens = self.decode_tokens = 0
+        self.previous: tuple[int, list[list[int]]] | None = None
+
+    @property
+    def counts(self) -> Counts:
+        return self.prompt + self.decode
+
+    def observe(
+        self, layer: int, ids: Sequence[Sequence[int]], decode: bool, counted: Sequence[bool] | None = None
+    ) -> None:
+        offset, rows = self.layout.offset[layer], self.layout.rows(layer)
+        seen = [
+            sorted({e for e in row if e >= 0}) if counted is None or counted[t] else [] for t, row in enumerate(ids)
+        ]
+        for row in seen:
+            if row:
+                self.fast[rows] *= 1 - FAST
+                self.slow[rows] *= 1 - SLOW
+            for e in row:
+                (self.decode if decode else self.prompt)[offset + e] += 1
+                self.fast[offset + e] += FAST
+                self.slow[offset + e] += SLOW
+        tokens = sum(bool(row) for row in seen)
+        if layer == 0 and decode:
+            self.decode_tokens += tokens
+            self.rows = max(tokens, 1)
+        elif layer == 0:
+            self.prompt_tokens += tokens
+        self._learn(layer, seen, decode)
+
+    def _learn(self, layer: int, seen: list[list[int]], decode: bool) -> None:
+        if self.previous is not None and len(self.previous[1]) == len(seen):
+            before = self.previous[0]
+            if before + 1 == layer or (decode and layer == 0 and before == self.layout.layers - 1):
+                for row, following in zip(self.previous[1], seen, strict=True):
+                    for e in row:
+                        self.history.origins[self.layout.offset[before] + e] += 1
+                        self.history.transitions[before][e, following] += 1
+        self.previous = layer, seen
+
+    def ratios(self) -> list[NDArray[np.float64]]:
+        """Shares within the layers of the best match, for each match that float32 cannot tell from the best; of itself before any."""
+        matches = nearest(self.history.similarities(self.counts))
+        matrices = [self.history.entries[i] for i in matches] or [self.counts]
+        return [self._shares(matrix) for matrix in matrices]
+
+    def _shares(self, matrix: Counts) -> NDArray[np.float64]:
+        shares = np.zeros(self.layout.total)
+        for layer in range(self.layout.layers):
+            row = matrix[self.layout.rows(layer)]
+            shares[self.layout.rows(layer)] = row / row.sum() if row.any() else 0.0
+        return shares
+
+
+class Estimates:
+    """Chance of use and expected wait, refreshed when the runtime refreshes them."""
+
+    def __init__(self, history: HistoryReference, top_k: int) -> None:
+        self.history, self.layout, self.top_k = history, history.layout, top_k
+        self.requests: list[RequestReference] = []
+        self.chance = np.zeros(self.layout.total)
+        self.prior = np.zeros(self.layout.total)
+        self.refresh_prior()
+        self.refresh()
+
+    def refresh_prior(self) -> None:
+        tokens = self.history.tokens
+        for layer in range(self.layout.layers):
+            row = self.history.total[self.layout.rows(layer)].astype(np.float64)
+            per_token = row.sum() / tokens if tokens and row.any() else max(self.top_k, 1)
+            prior = (row + PRIOR_TOKENS * per_token / len(row)) / (tokens + PRIOR_TOKENS)
+            self.prior[self.layout.rows(layer)] = np.minimum(prior, 1.0)
+
+    def begin(self) -> RequestReference:
+        self.requests.append(RequestReference(self.history, self.prior))
+        self.refresh()
+        return self.requests[-1]
+
+    def end(self, request: RequestReference, keep: bool, entry: int | None) -> None:
+        self.requests.remove(request)
+        if keep:
+            self.history.add(request.prompt, request.decode, request.prompt_tokens + request.decode_tokens, entry)
+            self.refresh_prior()
+        self.refresh()
+
+    def refresh(self, layer: int | None = None) -> None:
+        for n in range(self.layout.layers) if layer is None else [layer]:
+            rows = self.layout.rows(n)
+            unused = np.ones(self.layout.num_experts[n])
+            for request in self.requests:
+                unused *= (1 - self._single(request, rows)) ** request.rows
+            self.chance[rows] = 1 - unused if self.requests else np.minimum(self.prior[rows] + CHANCE_FLOOR, 1.0)
+
+    def _single(self, request: RequestReference, rows: slice) -> NDArray[np.float64]:
+        joined = (
+            WEIGHTS["fast"] * request.fast[rows]
+            + WEIGHTS["slow"] * request.slow[rows]
+            + WEIGHTS["prior"] * self.prior[rows]
+        )
+        return np.minimum(joined + CHANCE_FLOOR, 1.0)
+
+
+Score = Callable[[int], float]
+
+
+@dataclass
+class SlotTable:
+    """Who is where, as a dict, with every copy landing at once. Told which vacant slots were used; says who must go."""
+
+    layout: Layout
+    slots: dict[int, int] = field(default_factory=dict)  # gid -> slot
+    last: dict[int, int] = field(default_factory=lambda: defaultdict(lambda: -1))
+    frequency: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    clock: int = 0
+    demands: int = 0
+    hits: int = 0
+    evictions: int = 0
+
+    def touch(self, layer: int, ids: Sequence[Sequence[int]], counted: Sequence[bool] | None = None) -> list[int]:
+        """Count a step; returns its distinct gids in ascending order."""
+        self.clock += 1
+        for t, row in enumerate(ids):
+            for e in {e for e in row if e >= 0}:
+                gid = self.layout.offset[layer] + e
+                self.last[gid] = self.clock
+                self.frequency[gid] += counted is None or bool(counted[t])
+        return sorted({self.layout.offset[layer] + e for row in ids for e in row if e >= 0})
+
+    def victims(self, step: Sequence[int], candidates: Sequence[int], wanted: int, score: Score) -> list[int]:
+        """Residents to give up, first choice first: largest score, then longest unused, then lowest slot; never one of the step."""
+        free = [gid for gid in candidates if gid in self.slots and gid not in step]
+        return sorted(free, key=lambda gid: (-score(gid), self.last[gid], self.slots[gid]))[:wanted]
+
+    def ambiguous(self, step: Sequence[int], candidates: Sequence[int], score: Score) -> bool:
+        """Whether two scores differ by less than float32 resolves without being equal."""
+        scores = sorted({score(gid) for gid in candidates if gid in self.slots and gid not in step})
+        return any(b - a < CLOSE * max(1.0, abs(a)) for a, b in zip(scores, scores[1:], strict=False))
+
+    def place(self, gid: int, slot: int) -> None:
+        for other in [g for g, s in self.slots.items() if s == slot]:
+            del self.slots[other]
+            self.evictions += 1
+        self.slots[gid] = slot
+
+
+def make_score(
+    policy: str, table: SlotTable, estimates: Estimates, now: int, shares: NDArray[np.float64] | None
+) -> Score:
+    """The documented score of a policy; the largest is given up."""
+    layout = table.layout
+
+    def distance(gid: int) -> int:
+        return (layout.layer_of[gid] - now - 1) % layout.layers + 1
+
+    def expected_next_use(gid: int) -> float:
+        return layout.layers * (1 / float(estimates.chance[gid]) - 1) + distance(gid)
+
+    def moe_infinity(gid: int) -> float:
+        assert shares is not None
+        return -(float(shares[gid]) + 1e-6) * (1 - layout.layer_of[gid] / layout.layers)
+
+    scores: dict[str, Score] = {
+        "lru": lambda gid: 0.0,
+        "lfu": lambda gid: -float(table.frequency[gid]),
+        "expected-next-use": expected_next_use,
+        "moe-infinity": moe_infinity,
+    }
+    return scores[policy]
+
+
+# How a core is called, and a mover that lands everything at once.
+
+
+def strides_of(ids: NDArray[Any]) -> tuple[int, int]:
+    return ids.strides[0] // ids.itemsize, ids.strides[1] // ids.itemsize
+
+
+def call_route(
+    core: Any,
+    request: Any,
+    layer: int,
+    ids: Any,
+    decode: bool | None = None,
+    counted: Sequence[bool] | None = None,
+    sentinel: int = -1,
+) -> Any:
+    """`Core.route` with an array instead of an address."""
+    array = np.asarray(ids, np.int64 if not isinstance(ids, np.ndarray) else None)
+    mask = None if counted is None else np.array(counted, np.bool_)
+    row, column = strides_of(array)
+    return core.route(
+        request,
+        layer,
+        array.ctypes.data,
+        -1 if array.dtype == np.uint8 else array.itemsize,
+        array.shape[0],
+        array.shape[1],
+        row,
+        column,
+        array.shape[0] == 1 if decode is None else decode,
+        0 if mask is None else mask.ctypes.data,
+        sentinel,
+    )
+
+
+def run_step(core: Any, step: Any) -> list[int]:
+    """Land every copy, compute every expert, in waves if it must; returns the experts in the order handed out. Does not release."""
+    order = []
+    land(core, step.plan)
+    while step.done < step.unique:
+        i = core.take(step)
+        if i < 0:
+            assert core.retry(step), "a lone step can always go on"
+            land(core, step.plan)
+            continue
+        order.append(step.item(i)[0])
+        if core.finish(step, i):
+            land(core, step.plan)
+    return order
+
+
+def land(core: Any, plan: Any) -> None:
+    for _, slot, generation in [*plan.fetches.tolist(), *plan.prefetches.tolist()]:
+        core.complete[slot] = generation

@@ -1,0 +1,625 @@
+"""Counting, matching and chances of use against NumPy, with every shape and dtype that a router's ids can have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from reference_core import (
+    SETTINGS,
+    Estimates,
+    HistoryReference,
+    SlotTable,
+    call_route,
+    make_score,
+    nearest,
+    run_step,
+)
+
+from moecache._core import Core, HistoryStore, RequestState
+from moecache.errors import LeaseError, RoutingError
+
+LAYOUTS = st.sampled_from([(4,), (3, 3), (5, 2, 7), (1, 4), (8, 16, 4)])
+
+
+def make_core(
+    num_experts: tuple[int, ...],
+    slots: int | list[int] | None = None,
+    *,
+    policy: str = "lru",
+    kinds: list[int] | None = None,
+    prefetch: bool = False,
+    history: int = 8,
+    top_k: int = 2,
+    store: HistoryStore | None = None,
+    score: int = 0,
+) -> Core:
+    store = store or HistoryStore(np.array(num_experts, np.int32), history)
+    per_kind = [sum(num_experts)] if slots is None else slots if isinstance(slots, list) else [slots]
+    return Core(
+        store,
+        np.array(kinds or [0] * len(num_experts), np.int32),
+        np.array(per_kind, np.int32),
+        np.zeros(sum(per_kind), np.int32),
+        policy,
+        score,
+        prefetch,
+        top_k,
+    )
+
+
+def matrix(draw: st.DrawFn, total: int, largest: int) -> np.ndarray:
+    counts = draw(
+        st.lists(st.one_of(st.just(0), st.integers(0, 3), st.integers(0, largest)), min_size=total, max_size=total)
+    )
+    return np.array(counts, np.int64)
+
+
+@st.composite
+def stores(draw: st.DrawFn, largest: int = 300) -> tuple[HistoryStore, HistoryReference]:
+    """A store filled through `add`, beside its reference."""
+    num_experts = draw(LAYOUTS)
+    capacity = draw(st.integers(1, 5))
+    store = HistoryStore(np.array(num_experts, np.int32), capacity)
+    reference = HistoryReference(num_experts, capacity)
+    for _ in range(draw(st.integers(0, 9))):
+        prompt, decode = matrix(draw, reference.layout.total, largest), matrix(draw, reference.layout.total, largest)
+        tokens = draw(st.integers(0, 1000))
+        entry = store.add(prompt, decode, tokens)
+        reference.add(prompt, decode, tokens, entry)
+    return store, reference
+
+
+def loaded(store: HistoryStore, counts: np.ndarray) -> RequestState:
+    request = RequestState(store, 0)
+    request.load(counts)
+    return request
+
+
+# The store
+
+
+@given(stores(), st.data())
+@settings(SETTINGS, max_examples=60)
+def test_similarities_are_the_flat_cosine(pair: tuple[HistoryStore, HistoryReference], data: st.DataObject) -> None:
+    store, reference = pair
+    counts = data.draw(st.composite(matrix)(reference.layout.total, 300))
+    found = loaded(store, counts).similarities()
+    np.testing.assert_allclose(found, reference.similarities(counts), rtol=1e-6, atol=1e-12)
+    assert store.size == len(reference.prompt)
+
+
+@given(stores(largest=200_000), st.data())
+@settings(SETTINGS, max_examples=40)
+def test_counts_above_a_byte_and_above_sixteen_bits(
+    pair: tuple[HistoryStore, HistoryReference], data: st.DataObject
+) -> None:
+    # Replacing entries exercises the side table of large counts in both directions.
+    store, reference = pair
+    counts = data.draw(st.composite(matrix)(reference.layout.total, 200_000))
+    np.testing.assert_allclose(loaded(store, counts).similarities(), reference.similarities(counts), rtol=1e-6)
+    for entry, (prompt, decode) in enumerate(zip(reference.prompt, reference.decode, strict=True)):
+        np.testing.assert_array_equal(store.prompt_counts[entry], prompt)
+        np.testing.assert_array_equal(store.decode_counts[entry], decode)
+    np.testing.assert_array_equal(store.total, reference.total)
+    assert (store.tokens, store.replaced) == (reference.tokens, reference.replaced)
+
+
+def test_a_full_store_gives_up_the_most_similar_entry() -> None:
+    store = HistoryStore(np.array([4, 4], np.int32), 3)
+    nothing = np.zeros(8, np.int64)
+    entries = np.eye(8, dtype=np.int64)[[0, 2, 5]] * 10
+    for entry in entries:
+        store.add(nothing, entry, 10)
+    new = np.array([0, 0, 7, 1, 0, 0, 0, 0], np.int64)
+    assert store.add(nothing, new, 8) == 1
+    assert (store.size, store.replaced, store.finished) == (3, 1, 4)
+    np.testing.assert_array_equal(store.decode_counts, [entries[0], new, entries[2]])
+
+
+def test_equally_similar_entries_lose_the_lowest_first() -> None:
+    store = HistoryStore(np.array([4], np.int32), 2)
+    one, nothing = np.array([1, 0, 0, 0], np.int64), np.zeros(4, np.int64)
+    store.add(one, nothing, 1)
+    store.add(one, nothing, 1)
+    assert store.add(one, nothing, 1) == 0
+
+
+def test_a_request_without_routing_is_not_stored() -> None:
+    store = HistoryStore(np.array([3, 2], np.int32), 2)
+    assert store.add(np.zeros(5, np.int64), np.zeros(5, np.int64), 17) == -1
+    assert (store.size, store.finished, store.tokens) == (0, 0, 0)
+
+
+def test_an_empty_store_and_an_empty_request_have_similarity_zero() -> None:
+    store = HistoryStore(np.array([3, 2], np.int32), 6)
+    assert loaded(store, np.ones(5, np.int64)).similarities().shape == (0,)
+    assert RequestState(store, 0).match_step(0, np.array([1], np.int32)) == (-1, 0.0)
+    for entry in np.eye(5, dtype=np.int64)[:3]:
+        store.add(entry, np.zeros(5, np.int64), 1)
+    np.testing.assert_array_equal(RequestState(store, 0).similarities(), [0, 0, 0])
+
+
+def test_empty_entries_never_win_the_search() -> None:
+    # Three of six rooms are filled; the query equals the second.
+    store = HistoryStore(np.array([3, 3], np.int32), 6)
+    entries = np.array([[5, 0, 0, 1, 0, 0], [0, 3, 0, 0, 3, 0], [0, 0, 2, 0, 0, 9]], np.int64)
+    for entry in entries:
+        store.add(entry, np.zeros(6, np.int64), 5)
+    request = RequestState(store, 0)
+    assert request.match_step(0, np.array([1], np.int32))[0] == 1
+    entry, similarity = request.match_step(1, np.array([1], np.int32))
+    assert (entry, similarity) == (1, pytest.approx(1.0, rel=1e-6))
+
+
+def test_wrong_number_of_counts_is_refused() -> None:
+    store = HistoryStore(np.array([3, 2], np.int32), 2)
+    with pytest.raises(ValueError, match="expected 5 counts, got 4"):
+        store.add(np.ones(4, np.int64), np.ones(5, np.int64), 1)
+    assert store.size == 0
+
+
+@given(stores(largest=20), st.data())
+@settings(SETTINGS, max_examples=60)
+def test_the_running_match_equals_a_search_from_scratch(
+    pair: tuple[HistoryStore, HistoryReference], data: st.DataObject
+) -> None:
+    store, reference = pair
+    request = RequestState(store, 0)
+    counts = np.zeros(reference.layout.total, np.int64)
+    for _ in range(data.draw(st.integers(1, 12))):
+        layer = data.draw(st.integers(0, reference.layout.layers - 1))
+        experts = reference.layout.num_experts[layer]
+        ids = data.draw(st.lists(st.integers(0, experts - 1), min_size=1, max_size=min(4, experts), unique=True))
+        counts[np.array(ids) + reference.layout.offset[layer]] += 1
+        entry, similarity = request.match_step(layer, np.array(ids, np.int32))
+        expected = reference.similarities(counts)
+        best = nearest(expected)
+        assert entry in (best or [-1])
+        assert similarity == pytest.approx(expected.max() if best else 0.0, rel=1e-6)
+        np.testing.assert_array_equal(request.counts, counts)
+
+
+def test_match_step_refuses_bad_numbers() -> None:
+    request = RequestState(HistoryStore(np.array([3, 2], np.int32), 2), 0)
+    for layer, ids in [(2, [0]), (-1, [0]), (1, [2]), (0, [-1]), (0, [0] * 65)]:
+        with pytest.raises(RoutingError):
+            request.match_step(layer, np.array(ids, np.int32))
+    # Every id is checked before the first is counted.
+    with pytest.raises(RoutingError):
+        request.match_step(0, np.array([1, 9], np.int32))
+    assert not request.counts.any()
+
+
+# What a core learns from steps
+
+
+class Twins:
+    """A core and its reference, fed the same steps."""
+
+    def __init__(self, num_experts: tuple[int, ...], history: int, top_k: int = 2) -> None:
+        self.core = make_core(num_experts, history=history, top_k=top_k)
+        self.reference = HistoryReference(num_experts, history)
+        self.estimates = Estimates(self.reference, top_k)
+        self.pairs: list[tuple[Any, Any]] = []
+
+    def begin(self) -> None:
+        self.pairs.append((self.core.begin_request(), self.estimates.begin()))
+
+    def end(self, n: int, keep: bool = True) -> None:
+        state, request = self.pairs.pop(n)
+        stored = np.array(self.core.store.prompt_counts), np.array(self.core.store.decode_counts)
+        replaced = self.core.store.replaced
+        self.core.end_request(state, keep)
+        entry = None
+        if self.core.store.replaced > replaced:
+            # Which entry went: of those allowed, the one that now holds the request.
+            changed = [
+                i
+                for i in range(self.core.store.size)
+                if (self.core.store.prompt_counts[i] != stored[0][i]).any()
+                or (self.core.store.decode_counts[i] != stored[1][i]).any()
+            ]
+            entry = changed[0] if changed else self.reference.replaceable(request.counts)[0]
+        self.estimates.end(request, keep, entry)
+
+    def route(self, n: int, layer: int, ids: list[list[int]], decode: bool, counted: list[bool] | None = None) -> Any:
+        state, request = self.pairs[n]
+        step = call_route(self.core, state, layer, ids, decode, counted)
+        run_step(self.core, step)
+        self.core.release(step)
+        request.observe(layer, ids, decode, counted)
+        self.estimates.refresh(layer)
+        return step
+
+    def check(self) -> None:
+        np.testing.assert_allclose(self.core.probability, self.estimates.chance, rtol=2e-4, atol=2e-6)
+        for state, request in self.pairs:
+            np.testing.assert_array_equal(state.prompt_counts, request.prompt)
+            np.testing.assert_array_equal(state.decode_counts, request.decode)
+            assert (state.prompt_tokens, state.decode_tokens) == (request.prompt_tokens, request.decode_tokens)
+            np.testing.assert_allclose(
+                state.similarities(), self.reference.similarities(request.counts), rtol=1e-6, atol=1e-12
+            )
+        store = self.core.store
+        np.testing.assert_array_equal(
+            store.transitions, np.concatenate([t.ravel() for t in self.reference.transitions])
+        )
+        np.testing.assert_array_equal(store.origins, self.reference.origins)
+
+
+def id_rows(
+    experts: int, tokens: st.SearchStrategy[int], k: st.SearchStrategy[int]
+) -> st.SearchStrategy[list[list[int]]]:
+    """Rows of equal length, with padding and repeated ids."""
+    one = st.one_of(st.integers(0, experts - 1), st.integers(-1, experts - 1))
+    return st.tuples(tokens, k).flatmap(
+        lambda shape: st.lists(
+            st.lists(one, min_size=shape[1], max_size=shape[1]), min_size=shape[0], max_size=shape[0]
+        )
+    )
+
+
+@given(st.data())
+@settings(SETTINGS, max_examples=80)
+def test_interleaved_requests_learn_what_the_reference_learns(data: st.DataObject) -> None:
+    num_experts = data.draw(LAYOUTS)
+    twins = Twins(num_experts, history=data.draw(st.integers(1, 3)), top_k=data.draw(st.integers(0, 3)))
+    at: list[int] = []
+    for _ in range(data.draw(st.integers(1, 25))):
+        what = data.draw(st.sampled_from(["begin", "end", "route", "route", "route", "route"]))
+        if (what == "begin" and len(at) < 3) or not at:
+            twins.begin()
+            at.append(0)
+        elif what == "end":
+            n = data.draw(st.integers(0, len(at) - 1))
+            twins.end(n, keep=data.draw(st.booleans()))
+            at.pop(n)
+        else:
+            n = data.draw(st.integers(0, len(at) - 1))
+            # Mostly layer after layer, as models go, at times anywhere.
+            layer = data.draw(st.sampled_from([at[n], at[n], at[n], data.draw(st.integers(0, len(num_experts) - 1))]))
+            ids = data.draw(id_rows(num_experts[layer], st.integers(0, 4), st.integers(1, 3)))
+            if not ids:
+                continue
+            counted = data.draw(st.one_of(st.none(), st.lists(st.booleans(), min_size=len(ids), max_size=len(ids))))
+            twins.route(n, layer, ids, data.draw(st.booleans()), counted)
+            at[n] = (layer + 1) % len(num_experts)
+        twins.check()
+
+
+def test_finished_requests_reach_the_matches_of_running_ones() -> None:
+    twins = Twins((4, 4), history=2)
+    for _ in range(3):
+        twins.begin()
+    for n in range(3):
+        for layer in range(2):
+            twins.route(n, layer, [[n, 3], [n, n]], decode=False)
+    twins.end(0)
+    twins.check()
+    assert twins.pairs[0][0].similarities()[0] > 0
+    twins.end(0)
+    twins.check()
+    twins.route(0, 0, [[0, 3]], decode=True)
+    twins.end(0)  # replaces under nobody; the store stays whole
+    twins.begin()
+    twins.route(0, 0, [[1, 3]], decode=True)
+    twins.check()
+
+
+def test_chances_of_several_requests_join() -> None:
+    # 1 - (1 - p) (1 - q), by hand: one request has just used expert 0, the other expert 1.
+    core = make_core((2,), top_k=1)
+    first, second = core.begin_request(), core.begin_request()
+    alone = np.array([0.5, 0.5])
+    used = 0.35 * (0.8 * 0.5 + 0.2) + 0.45 * (0.98 * 0.5 + 0.02) + 0.2 * 0.5 + 1e-4
+    unused = 0.35 * 0.8 * 0.5 + 0.45 * 0.98 * 0.5 + 0.2 * 0.5 + 1e-4
+    np.testing.assert_allclose(core.probability, 1 - (1 - alone - 1e-4) ** 2, rtol=1e-5)
+    call_route(core, first, 0, [[0]])
+    call_route(core, second, 0, [[1]])
+    np.testing.assert_allclose(core.probability, 1 - (1 - used) * (1 - unused), rtol=1e-5)
+    core.end_request(second, False)
+    np.testing.assert_allclose(core.probability, [used, unused], rtol=1e-5)
+
+
+def test_a_batch_of_rows_uses_more_than_one_row() -> None:
+    core = make_core((4,), top_k=1)
+    request = core.begin_request()
+    call_route(core, request, 0, [[0], [1], [0]], decode=True)
+    single = Estimates(HistoryReference((4,), 8), 1)
+    reference = single.begin()
+    reference.observe(0, [[0], [1], [0]], True)
+    assert reference.rows == 3
+    single.refresh()
+    np.testing.assert_allclose(core.probability, single.chance, rtol=1e-5)
+
+
+def test_steps_over_several_layers_of_one_prompt_are_transitions() -> None:
+    twins = Twins((3, 2, 4), history=2)
+    twins.begin()
+    for layer, ids in enumerate([[[0, 1], [2, -1]], [[1, 0], [1, 1]], [[3, 0], [-1, -1]]]):
+        twins.route(0, layer, ids, decode=False)
+    twins.route(0, 0, [[0, 2]], decode=True)  # another number of tokens: not the same ones
+    for layer, ids in enumerate([[[1, 0]], [[2, 3]]], start=1):
+        twins.route(0, layer, ids, decode=True)
+    twins.route(0, 0, [[1, 1]], decode=True)  # the next token follows the last layer
+    twins.check()
+    wrap = twins.reference.transitions[2]
+    assert wrap[2, 1] == wrap[3, 1] == 1
+    assert wrap.sum() == 2
+
+
+# Reading ids
+
+
+INTEGERS = [np.int8, np.uint8, np.int16, np.int32, np.int64]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize("layout", ["C", "F", "sliced", "broadcast", "reversed"])
+def test_ids_of_every_dtype_and_stride(dtype: type, layout: str) -> None:
+    plain = np.array([[5, 1, 2], [0, 5, 3], [7, 7, 6], [2, 4, 0]])
+    if layout == "broadcast":
+        plain = np.broadcast_to(plain[:1], plain.shape)
+    ids = plain.astype(dtype)
+    if layout == "F":
+        ids = np.asfortranarray(ids)
+    elif layout == "sliced":
+        wide = np.full((8, 9), 99, dtype)
+        wide[::2, 1::3] = plain
+        ids = wide[::2, 1::3]
+    elif layout == "broadcast":
+        ids = np.broadcast_to(ids[:1], ids.shape)
+    elif layout == "reversed":
+        ids = ids[::-1].copy()[::-1]
+    core = make_core((8, 8))
+    request = core.begin_request()
+    step = call_route(core, request, 1, ids)
+    assert step.expert_list() == sorted(set(plain.ravel().tolist()))
+    counts = np.zeros((2, 8), np.int64)
+    for row in plain:
+        counts[1, list(set(row.tolist()))] += 1
+    np.testing.assert_array_equal(request.counts.reshape(2, 8), counts)
+
+
+@given(st.data())
+@settings(SETTINGS, max_examples=80)
+def test_pairs_are_grouped_as_torch_where_lists_the_one_hot_mask(data: st.DataObject) -> None:
+    experts = data.draw(st.integers(1, 9))
+    ids = data.draw(id_rows(experts, st.integers(1, 7), st.integers(1, 5)))
+    core = make_core((experts,))
+    step = call_route(core, core.begin_request(), 0, ids)
+    # -1 gets a class of its own, which is dropped.
+    mask = torch.nn.functional.one_hot(torch.tensor(ids) + 1, experts + 1).permute(2, 1, 0)[1:]
+    present = [e for e in range(experts) if mask[e].any()]
+    assert step.expert_list() == present
+    for i, e in enumerate(present):
+        expert, _, begin, end = step.item(i)
+        position, token = torch.where(mask[e])
+        assert expert == e
+        np.testing.assert_array_equal(step.topk_position[begin:end], position)
+        if len(ids) > 1:
+            np.testing.assert_array_equal(step.token_index[begin:end], token)
+        else:
+            assert step.token_index is None
+            assert not token.any()
+
+
+def test_a_long_prompt_is_grouped_the_same_way() -> None:
+    # Above 4,096 pairs the ids are read without the GIL.
+    ids = np.random.default_rng(0).integers(-1, 16, (1500, 4))
+    core = make_core((16,))
+    step = call_route(core, core.begin_request(), 0, ids)
+    mask = torch.nn.functional.one_hot(torch.from_numpy(ids) + 1, 17).permute(2, 1, 0)[1:]
+    for i in range(16):
+        expert, _, begin, end = step.item(i)
+        position, token = torch.where(mask[expert])
+        np.testing.assert_array_equal(step.topk_position[begin:end], position)
+        np.testing.assert_array_equal(step.token_index[begin:end], token)
+    with pytest.raises(RoutingError, match="token 1400, position 2"):
+        ids[1400, 2] = 16
+        call_route(core, core.begin_request(), 0, ids)
+
+
+@pytest.mark.parametrize("bad", [-2, 8, 10**9, -(10**12), 2**31, 2**32, 2**63 - 1])
+def test_ids_out_of_range_change_nothing(bad: int) -> None:
+    core = make_core((8, 8), 4)
+    request = core.begin_request()
+    step = call_route(core, request, 0, [[1, 2]])
+    run_step(core, step)
+    core.release(step)
+    before = (
+        core.counters(),
+        request.counts.copy(),
+        core.probability.copy(),
+        core.slot_expert.copy(),
+        core.last_use.copy(),
+    )
+    with pytest.raises(RoutingError, match=f"layer 1: expert id {bad} of token 1, position 0.*0..7"):
+        call_route(core, request, 1, [[3, 4], [bad, 5]])
+    after = core.counters(), request.counts, core.probability, core.slot_expert, core.last_use
+    assert before[0] == after[0]
+    for a, b in zip(before[1:], after[1:], strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(IndexError):
+        call_route(core, request, 1, [[bad]])
+
+
+@pytest.mark.parametrize("layer", [-1, 2, 10**6])
+def test_a_layer_out_of_range_is_refused(layer: int) -> None:
+    core = make_core((8, 8), 4)
+    with pytest.raises(RoutingError, match=f"layer {layer} is out of range.*0..1"):
+        call_route(core, core.begin_request(), layer, [[1]])
+    assert core.counters()["steps"] == 0
+
+
+def test_padding_is_neither_loaded_nor_counted() -> None:
+    core = make_core((4,), 4)
+    request = core.begin_request()
+    step = call_route(core, request, 0, [[0, -1], [-1, -1]])
+    assert step.expert_list() == [0]
+    assert (step.tokens, step.counted_tokens) == (2, 1)
+    np.testing.assert_array_equal(request.counts, [1, 0, 0, 0])
+    assert core.counters()["tokens"] == 1
+
+
+def test_a_sentinel_counts_as_padding_only_when_named() -> None:
+    core = make_core((4,), 4)
+    request = core.begin_request()
+    assert call_route(core, request, 0, [[4, 0], [2, -1]], sentinel=4).expert_list() == [0, 2]
+    with pytest.raises(RoutingError):
+        call_route(core, request, 0, [[4, 0]])
+    # An unsigned byte has no -1; 255 is what it looks like.
+    assert call_route(core, request, 0, np.array([[255, 0]], np.uint8), sentinel=255).expert_list() == [0]
+    with pytest.raises(RoutingError, match="expert id 255"):
+        call_route(core, request, 0, np.array([[255, 0]], np.uint8))
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (3, 0), (0, 0)])
+def test_empty_batches(shape: tuple[int, int]) -> None:
+    core = make_core((4,), 4)
+    request = core.begin_request()
+    step = call_route(core, request, 0, np.zeros(shape, np.int64))
+    assert (step.unique, step.expert_list(), step.plan.empty, step.done) == (0, [], True, 0)
+    assert step.topk_position.shape == (0,)
+    assert run_step(core, step) == []
+    core.release(step)
+    assert not request.counts.any()
+    assert core.counters()["demands"] == 0
+
+
+def test_an_expert_named_twice_in_a_row_is_served_twice_and_counted_once() -> None:
+    core = make_core((4,), 4)
+    request = core.begin_request()
+    step = call_route(core, request, 0, [[2, 2], [3, 2]])
+    assert step.plan.fetches[:, 0].tolist() == [2, 3]
+    assert step.item(0)[2:] == (0, 3)
+    np.testing.assert_array_equal(step.token_index, [0, 0, 1, 1])
+    np.testing.assert_array_equal(request.counts, [0, 0, 2, 1])
+    assert core.counters()["demands"] == 2
+
+
+def test_rows_that_are_not_counted_are_served_all_the_same() -> None:
+    core = make_core((4,), 4)
+    request = core.begin_request()
+    step = call_route(core, request, 0, [[0, 1], [2, 3], [0, 3]], counted=[True, False, True])
+    assert step.expert_list() == [0, 1, 2, 3]
+    np.testing.assert_array_equal(step.token_index, [0, 2, 0, 1, 1, 2])
+    np.testing.assert_array_equal(request.counts, [2, 1, 0, 1])
+    assert (step.counted_tokens, core.counters()["tokens"]) == (2, 2)
+
+
+def test_one_expert_a_layer_and_all_experts_a_token() -> None:
+    core = make_core((1, 3), 4)
+    request = core.begin_request()
+    assert call_route(core, request, 0, [[0]]).expert_list() == [0]
+    assert call_route(core, request, 1, [[2, 0, 1]]).expert_list() == [0, 1, 2]
+    assert call_route(core, request, 1, [[2, 0, 1, 1, 2]]).expert_list() == [0, 1, 2]
+    np.testing.assert_array_equal(request.counts, [1, 2, 2, 2])
+
+
+# Leases at the level of the core
+
+
+def test_positions_are_handed_out_and_finished_once() -> None:
+    core = make_core((4,), 4)
+    step = call_route(core, core.begin_request(), 0, [[0, 1]])
+    for i in (-1, 0, 2):
+        with pytest.raises(LeaseError):
+            core.finish(step, i)
+    run_step(core, step)
+    with pytest.raises(LeaseError):
+        core.finish(step, 0)
+    assert core.take(step) == -1
+
+
+def test_policies_and_scores_that_do_not_fit_are_refused() -> None:
+    for policy, score in [("nonsense", 0), ("user", 0), ("lru", 1)]:
+        with pytest.raises(ValueError, match="policy"):
+            make_core((4,), 2, policy=policy, score=score)
+
+
+# Victims
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "expected-next-use", "moe-infinity"])
+@given(data=st.data())
+@settings(SETTINGS, max_examples=50)
+def test_hits_and_victims_of_a_trace(policy: str, data: st.DataObject) -> None:
+    """Every copy lands at once; hits, misses, evictions and the order of victims equal those of a dict."""
+    num_experts = data.draw(st.sampled_from([(6,), (4, 4), (3, 6, 4)]))
+    kinds = data.draw(st.sampled_from([[0] * len(num_experts), [n % 2 for n in range(len(num_experts))]]))
+    room = [data.draw(st.integers(2, 5)) for _ in range(max(kinds) + 1)]
+    core = make_core(num_experts, room, policy=policy, kinds=kinds, history=3)
+    history = HistoryReference(num_experts, 3)
+    estimates = Estimates(history, 2)
+    table = SlotTable(history.layout)
+    for _ in range(data.draw(st.integers(1, 3))):
+        state, request = core.begin_request(), estimates.begin()
+        for n in range(data.draw(st.integers(1, 14))):
+            layer = n % len(num_experts)
+            ids = data.draw(id_rows(num_experts[layer], st.integers(1, 2), st.just(1)))
+            decode = data.draw(st.booleans())
+            step = call_route(core, state, layer, ids, decode)
+            request.observe(layer, ids, decode)
+            estimates.refresh(layer)
+            gids = table.touch(layer, ids)
+            missing = [gid for gid in gids if gid not in table.slots]
+            candidates = [g for g in range(history.layout.total) if kinds[history.layout.layer_of[g]] == kinds[layer]]
+            vacant = room[kinds[layer]] - sum(g in table.slots for g in candidates)
+            wanted = max(0, len(missing) - vacant)
+            allowed = []
+            for shares in request.ratios() if policy == "moe-infinity" else [None]:
+                score = make_score(policy, table, estimates, layer, shares)
+                assume(not table.ambiguous(gids, candidates, score))
+                allowed.append(table.victims(gids, candidates, wanted, score))
+            fetched = step.plan.fetches
+            assert fetched[:, 0].tolist() == missing
+            tenant = {slot: gid for gid, slot in table.slots.items()}
+            victims = [tenant[slot] for slot in fetched[:, 1].tolist() if slot in tenant]
+            assert victims in allowed
+            assert all(slot not in tenant for slot in fetched[: len(missing) - wanted, 1].tolist())
+            for gid, slot, _ in fetched.tolist():
+                table.place(gid, slot)
+            table.demands += len(gids)
+            table.hits += len(gids) - len(missing)
+            run_step(core, step)
+            core.release(step)
+            assert {int(g): s for s, g in enumerate(core.slot_expert) if g >= 0} == table.slots
+            assert (core.demands, core.hits, core.evictions) == (table.demands, table.hits, table.evictions)
+        keep = data.draw(st.booleans())
+        replaced = core.store.replaced
+        core.end_request(state, keep)
+        assert core.store.replaced == replaced or not keep
+        estimates.end(request, keep, None)
+    assert core.misses == core.demands - core.hits
+
+
+def test_an_expert_loaded_in_a_step_is_not_a_victim_of_the_step() -> None:
+    # lfu, and the residents have been used more often than the newcomers.
+    core = make_core((8,), 3, policy="lfu")
+    request = core.begin_request()
+    for _ in range(3):
+        step = call_route(core, request, 0, [[0, 1, 2]])
+        run_step(core, step)
+        core.release(step)
+    step = call_route(core, request, 0, [[5, 6, 7]])
+    assert sorted(core.slot_expert) == [5, 6, 7]
+    assert len(set(step.slot_list())) == 3
+
+
+def test_all_is_classified_as_it_stood_before_the_step() -> None:
+    # 3 evicts one of 0..2; which of them, the step's own 0 and 1 must both be hits.
+    core = make_core((8,), 3, policy="lru")
+    request = core.begin_request()
+    for expert in (0, 1, 2):
+        step = call_route(core, request, 0, [[expert]])
+        run_step(core, step)
+        core.release(step)
+    step = call_route(core, request, 0, [[3, 0, 1]])
+    assert (step.hits, step.missing) == (2, 1)
+    assert sorted(core.slot_expert) == [0, 1, 3]
