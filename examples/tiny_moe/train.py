@@ -16,12 +16,14 @@ import os
 import re
 import shutil
 import sysconfig
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
@@ -58,7 +60,11 @@ def hashed(text: str | bytes) -> int:
 
 
 def documents(kind: str) -> Iterator[tuple[str, bytes]]:
-    """Yield the (name, text) pairs of one kind, in an order that depends on the names alone."""
+    """Yield the (name, text) pairs of one kind, in an order that depends on the names alone.
+
+    A file's name is its last two parts: wherever Python is installed, ``json/decoder.py`` falls on the
+    same side, so what one machine held out another machine has not trained on either.
+    """
     if kind == "reference":
         from pydoc_data.topics import topics
 
@@ -71,7 +77,8 @@ def documents(kind: str) -> Iterator[tuple[str, bytes]]:
     paths = {path for path in paths if re.search(pattern, path)}
     if kind == "python":
         paths = {path for path in paths if not any(part in path for part in NOT_PYTHON)}
-    for path in sorted(paths, key=hashed):
+    name_of = {path: "/".join(path.split("/")[-2:]) for path in paths}
+    for path in sorted(paths, key=lambda path: (hashed(name_of[path]), path)):
         if not os.path.isfile(path):
             continue
         try:
@@ -79,7 +86,7 @@ def documents(kind: str) -> Iterator[tuple[str, bytes]]:
                 text = file.read(MAX_FILE)
         except (OSError, EOFError):
             continue
-        yield path, text
+        yield name_of[path], text
 
 
 def read_kinds() -> dict[str, dict[str, np.ndarray]]:
@@ -113,8 +120,10 @@ def read_kinds() -> dict[str, dict[str, np.ndarray]]:
             print(f"{kind}: too little text on this machine (looked in {SOURCES[kind][0]}), left out")
             continue
         kinds[kind] = {side: np.concatenate(texts) for side, texts in parts.items()}
-        print(f"{kind:10} {len(parts['train']):5} documents {sizes['train']:8} bytes to train on, "
-              f"{len(parts['held_out']):4} documents {sizes['held_out']:7} bytes held out")
+        print(
+            f"{kind:10} {len(parts['train']):5} documents {sizes['train']:8} bytes to train on, "
+            f"{len(parts['held_out']):4} documents {sizes['held_out']:7} bytes held out"
+        )
     if len(kinds) < 5:
         raise SystemExit(f"only {list(kinds)} found; five kinds are the least that make routing worth looking at")
     return kinds
@@ -122,16 +131,20 @@ def read_kinds() -> dict[str, dict[str, np.ndarray]]:
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer whose id is the byte: BPE without merges over the 256 byte symbols."""
-    symbols = {}  # GPT-2's printable stand-ins: most bytes are themselves, the others move past 255
-    for byte in range(256):
-        printable = 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255
-        symbols[chr(byte if printable else 256 + len([s for s in symbols if ord(s) >= 256]))] = byte
+    # GPT-2's stand-ins: a byte that prints is its own symbol, the others move past 255 in their order.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    symbols = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
     tokenizer = Tokenizer(models.BPE(vocab=symbols, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<|bos|>", eos_token="<|eos|>", pad_token="<|pad|>",
-        clean_up_tokenization_spaces=False, model_max_length=1024,
+        tokenizer_object=tokenizer,
+        bos_token="<|bos|>",
+        eos_token="<|eos|>",
+        pad_token="<|pad|>",
+        clean_up_tokenization_spaces=False,
+        model_max_length=1024,
     )
 
 
@@ -148,10 +161,10 @@ def sorted_experts_forward(
     order = expert_of_pair.argsort(stable=True)
     counts = expert_of_pair.bincount(minlength=self.num_experts).tolist()
     x = hidden_states[:, None].expand(T, K, H).reshape(T * K, H).index_select(0, order)
-    gate_up = torch.cat([F.linear(x_e, w) for x_e, w in zip(x.split(counts), self.gate_up_proj.unbind())])
+    gate_up = torch.cat([F.linear(x_e, w) for x_e, w in zip(x.split(counts), self.gate_up_proj.unbind(), strict=True)])
     gate, up = gate_up.chunk(2, dim=-1)
     h = self.act_fn(gate) * up
-    y = torch.cat([F.linear(h_e, w) for h_e, w in zip(h.split(counts), self.down_proj.unbind())])
+    y = torch.cat([F.linear(h_e, w) for h_e, w in zip(h.split(counts), self.down_proj.unbind(), strict=True)])
     # A gather and a sum over K, not an index_add over tokens: the order of the sum stays fixed.
     y = y.index_select(0, order.argsort()).view(T, K, H)
     return (y * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
@@ -163,24 +176,36 @@ ALL_EXPERTS_FUNCTIONS.register("sorted", sorted_experts_forward)
 def new_model() -> Qwen3MoeForCausalLM:
     config = Qwen3MoeConfig(
         vocab_size=260,  # 256 bytes, three specials, one row that rounds it up
-        hidden_size=128, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        num_experts=32, num_experts_per_tok=4, moe_intermediate_size=64, intermediate_size=256,
-        norm_topk_prob=True, router_aux_loss_coef=0.003, max_position_embeddings=1024,
-        initializer_range=0.04, tie_word_embeddings=False,
-        bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD,
+        hidden_size=128,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=64,
+        intermediate_size=256,
+        norm_topk_prob=True,
+        router_aux_loss_coef=0.003,
+        max_position_embeddings=1024,
+        initializer_range=0.04,
+        tie_word_embeddings=False,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
     )
     return Qwen3MoeForCausalLM(config)
 
 
-def batch(kinds: dict[str, dict[str, np.ndarray]], step: int, rows: int, seed: int) -> torch.Tensor:
-    """Windows of every kind side by side, so that experts are balanced over the mix and not within a kind."""
-    rng, names = np.random.default_rng([seed, step]), list(kinds)
-    windows = []
-    for row in range(rows):
-        ids = kinds[names[(step * rows + row) % len(names)]]["train"]
+def batch(kinds: dict[str, dict[str, np.ndarray]], step: int, rank: int, args: argparse.Namespace) -> torch.Tensor:
+    """Draw a worker's windows of one step: kinds take turns, so that experts are balanced over a mix of them."""
+    rng = np.random.default_rng([args.seed, step])
+    names, windows = rng.permutation(list(kinds)), []
+    for row in range(args.rows * args.workers):
+        ids = kinds[names[row % len(names)]]["train"]
         start = rng.integers(len(ids) - CONTEXT)
         windows.append(ids[start : start + CONTEXT + 1])
-    return torch.from_numpy(np.stack(windows))
+    return torch.from_numpy(np.stack(windows[rank :: args.workers]))
 
 
 def save(model: Qwen3MoeForCausalLM, directory: Path) -> None:
@@ -197,15 +222,28 @@ def save(model: Qwen3MoeForCausalLM, directory: Path) -> None:
     fresh.rename(directory)
 
 
-def train(args: argparse.Namespace) -> None:
-    torch.set_num_threads(args.threads)
+def average_gradients(parameters: list[torch.nn.Parameter]) -> None:
+    flat = torch.cat([p.grad.flatten() for p in parameters])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for p, grad in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        p.grad.copy_(grad.view_as(p))
+
+
+def train(rank: int, args: argparse.Namespace, kinds: dict[str, dict[str, np.ndarray]], rendezvous: str) -> None:
+    # Workers of one thread each: a step is thousands of small operations, and threads that meet at the
+    # end of every one of them stand still whenever the machine has something else to do.
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=args.workers)
     torch.manual_seed(args.seed)
-    kinds = read_kinds()
     model = new_model()
     model.set_experts_implementation("sorted")
     config = model.config
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, {args.steps} steps "
-          f"of {args.rows * CONTEXT} bytes")
+    if rank == 0:
+        print(
+            f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, {args.steps} steps "
+            f"of {args.workers} x {args.rows * CONTEXT} bytes"
+        )
 
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     norms = [p for p in model.parameters() if p.dim() < 2]
@@ -219,39 +257,48 @@ def train(args: argparse.Namespace) -> None:
         return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, args.steps - warmup)))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_at)
-    started, bar = time.time(), tqdm(range(args.steps), unit="step", mininterval=5)
+    started, bar = time.time(), tqdm(range(args.steps), unit="step", mininterval=5, disable=rank > 0)
     for step in bar:
-        ids = batch(kinds, step, args.rows, args.seed)
+        ids = batch(kinds, step, rank, args)
         out = model.model(ids[:, :-1], output_router_logits=True, use_cache=False)
         loss = F.cross_entropy(model.lm_head(out.last_hidden_state).flatten(0, 1), ids[:, 1:].flatten())
         # Balanced layer by layer: over all layers at once, one layer could use few experts unpunished.
-        aux = torch.stack([
-            load_balancing_loss_func((logits,), config.num_experts, config.num_experts_per_tok)
-            for logits in out.router_logits
-        ]).mean()
+        aux = torch.stack(
+            [
+                load_balancing_loss_func((logits,), config.num_experts, config.num_experts_per_tok)
+                for logits in out.router_logits
+            ]
+        ).mean()
         (loss + config.router_aux_loss_coef * aux).backward()
+        average_gradients(list(model.parameters()))
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         bar.set_postfix(loss=f"{loss.item():.3f}", aux=f"{aux.item():.2f}", norm=f"{norm.item():.2f}", refresh=False)
-        if step % 50 == 0:
-            tqdm.write(f"step {step} loss {loss.item():.4f} aux {aux.item():.3f} norm {norm.item():.2f} "
-                       f"lr {schedule.get_last_lr()[0]:.2e} {time.time() - started:.0f} s")
-        if args.interim and (step + 1 == 50 or (step + 1) % 200 == 0):
+        if rank == 0 and step % 50 == 0:
+            tqdm.write(
+                f"step {step} loss {loss.item():.4f} aux {aux.item():.3f} norm {norm.item():.2f} "
+                f"lr {schedule.get_last_lr()[0]:.2e} {time.time() - started:.0f} s"
+            )
+        if rank == 0 and args.interim and (step + 1 == 50 or (step + 1) % 200 == 0):
             save(model, args.interim)
-    print(f"last loss {loss.item():.4f}, {time.time() - started:.0f} s")
-    save(model, args.out)
-    print(f"wrote {args.out}; evaluate.py says how good it is")
+    if rank == 0:
+        print(f"last loss {loss.item():.4f}, {time.time() - started:.0f} s")
+        save(model, args.out)
+        print(f"wrote {args.out}; evaluate.py says how good it is")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=MODEL_DIR)
     parser.add_argument("--interim", type=Path, help="also write the checkpoint here as training goes on")
-    parser.add_argument("--steps", type=int, default=2400)
-    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=1400)
+    parser.add_argument("--rows", type=int, default=4, help="windows of 512 bytes per step and worker")
+    parser.add_argument("--workers", type=int, default=2, help="processes; their number is part of the recipe")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
-    train(parser.parse_args())
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        torch.multiprocessing.spawn(train, (args, read_kinds(), f"{directory}/rendezvous"), nprocs=args.workers)
