@@ -83,6 +83,7 @@ cdef extern from *:
     int64_t direct_alignment(int) nogil
     int32_t fork_count() nogil
     void watch_forks() nogil
+    int ECANCELED
     int O_DIRECT
     int O_CLOEXEC
 
@@ -163,6 +164,7 @@ cdef struct Link:
     int (*enter)(Link*) noexcept nogil                       # on the I/O thread, once
     int (*begin)(Link*, int32_t slot) noexcept nogil         # before a job's first chunk
     int (*copy)(Link*, Mover*, Chunk*, int32_t ticket) noexcept nogil
+    void (*abandon)(Link*) noexcept nogil                    # the engine closes: outstanding chunks may be given up
     int (*query)(Link*, Mover*, int32_t ticket, int64_t* again_ns) noexcept nogil
     void* state
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from cpython.exc cimport PyErr_CheckSignals
 from libc.errno cimport EAGAIN, EINTR, EINVAL, EIO, ENOMEM, EOPNOTSUPP, errno
-from libc.stdint cimport INT64_MAX, uintptr_t
+from libc.stdint cimport INT64_MAX
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 from posix.fcntl cimport POSIX_FADV_DONTNEED, posix_fadvise
@@ -453,8 +453,9 @@ cdef class Engine:
             woken += admit(room, fetch[i, 0], fetch[i, 1], fetch[i, 2], DEMAND, 0)
         for i in range(prefetches):
             woken += admit(room, prefetch[i, 0], prefetch[i, 1], prefetch[i, 2], PREFETCH, priority[i])
-        wake_workers(room, woken)
+        woken = min(woken, room.sleepers)
         pthread_mutex_unlock(&room.lock)
+        wake_workers(room, woken)       # a thread woken under the lock would only stop at it
 
     cdef int check(self, const int32_t[:, ::1] rows, Py_ssize_t width) except -1:
         cdef Py_ssize_t i

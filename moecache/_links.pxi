@@ -10,6 +10,10 @@ cdef int no_begin(Link* link, int32_t slot) noexcept nogil:
     return 0
 
 
+cdef void no_abandon(Link* link) noexcept nogil:
+    pass
+
+
 cdef int host_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexcept nogil:
     cdef int32_t i
     for i in range(chunk.pieces):
@@ -99,9 +103,21 @@ cdef struct Throttle:
     Link* inner
     double ns_per_byte
     int64_t latency_ns
+    bint abandoned
     int64_t free_ns             # when the wire is free again
     int64_t due_ns[MAX_DEPTH]
     Chunk chunks[MAX_DEPTH]
+
+
+cdef int throttled_enter(Link* link) noexcept nogil:
+    cdef Throttle* wire = <Throttle*> link.state
+    wire.abandoned = False
+    wire.free_ns = 0
+    return wire.inner.enter(wire.inner)
+
+
+cdef void throttled_abandon(Link* link) noexcept nogil:
+    (<Throttle*> link.state).abandoned = True
 
 
 cdef int throttled_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexcept nogil:
@@ -115,6 +131,8 @@ cdef int throttled_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) 
 cdef int throttled_query(Link* link, Mover* mover, int32_t ticket, int64_t* again_ns) noexcept nogil:
     # The bytes land when the chunk is due, not when it starts: a reader that does not wait gets the old ones.
     cdef Throttle* wire = <Throttle*> link.state
+    if wire.abandoned:
+        return ECANCELED
     if now_ns() < wire.due_ns[ticket]:
         again_ns[0] = wire.due_ns[ticket]
         return PENDING
@@ -136,6 +154,11 @@ cdef struct Faults:
 cdef int faulty_enter(Link* link) noexcept nogil:
     cdef Faults* faults = <Faults*> link.state
     return faults.inner.enter(faults.inner)
+
+
+cdef void faulty_abandon(Link* link) noexcept nogil:
+    cdef Faults* faults = <Faults*> link.state
+    faults.inner.abandon(faults.inner)
 
 
 cdef int faulty_begin(Link* link, int32_t slot) noexcept nogil:
@@ -172,6 +195,9 @@ cdef enum:
     CUDA_POLL_NS = 10000
 
 
+cdef uint64_t NO_STREAM = <uint64_t> -1       # 0 is a handle: the default stream
+
+
 cdef struct Cuda:
     int (*memcpy_async)(void*, const void*, size_t, int, void*) noexcept nogil
     int (*event_record)(void*, void*) noexcept nogil
@@ -182,6 +208,10 @@ cdef struct Cuda:
     void* stream
     uint64_t* events            # one per ticket
     uint64_t* slot_event        # last reader of each slot, 0: none
+    uint64_t* slot_stream       # where that was recorded
+    int32_t slots
+    uint64_t* seams             # host addresses no single copy may run across
+    int32_t seam_count
     unsigned char* staging      # page-locked room for file reads, one part per ticket
     int64_t staging_part
 
@@ -201,6 +231,31 @@ cdef int cuda_begin(Link* link, int32_t slot) noexcept nogil:
     if cuda.slot_event == NULL or cuda.slot_event[slot] == 0:
         return 0
     return cuda_error(cuda.stream_wait_event(cuda.stream, <void*> cuda.slot_event[slot], 0))
+
+
+cdef int cuda_send(Cuda* cuda, uint64_t target, uint64_t source, int64_t nbytes) noexcept nogil:
+    # Memory registered in pieces is several registrations to the driver, and a copy may use only one of them.
+    cdef int64_t part
+    cdef int32_t low = 0, high = cuda.seam_count, middle
+    cdef int error
+    while low < high:
+        middle = (low + high) // 2
+        if cuda.seams[middle] <= source:
+            low = middle + 1
+        else:
+            high = middle
+    while nbytes:
+        part = nbytes
+        if low < cuda.seam_count and cuda.seams[low] - source < <uint64_t> nbytes:
+            part = <int64_t> (cuda.seams[low] - source)
+            low += 1
+        error = cuda.memcpy_async(<void*> target, <void*> source, <size_t> part, CUDA_HOST_TO_DEVICE, cuda.stream)
+        if error:
+            return cuda_error(error)
+        target += part
+        source += part
+        nbytes -= part
+    return 0
 
 
 cdef int cuda_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexcept nogil:
@@ -228,10 +283,9 @@ cdef int cuda_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexc
             chunk.source[i] = <uint64_t> staged
             staged += chunk.length[i]
     for i in range(chunk.pieces):
-        error = cuda.memcpy_async(<void*> chunk.target[i], <void*> chunk.source[i], <size_t> chunk.length[i],
-                                  CUDA_HOST_TO_DEVICE, cuda.stream)
+        error = cuda_send(cuda, chunk.target[i], chunk.source[i], chunk.length[i])
         if error:
-            return cuda_error(error)
+            return error
     return cuda_error(cuda.event_record(<void*> cuda.events[ticket], cuda.stream))
 
 
@@ -252,6 +306,7 @@ cdef class _Link:
     def __cinit__(self, *args, **kwargs):
         self.link.enter = no_enter
         self.link.begin = no_begin
+        self.link.abandon = no_abandon
         self.link.depth = 1
         self.link.file_chunk = INT64_MAX
 
@@ -313,6 +368,8 @@ cdef class ThrottledLink(_Link):
         self.wire.ns_per_byte = 1e9 / bytes_per_s
         self.wire.latency_ns = <int64_t> (latency_s * 1e9)
         self.link.state = &self.wire
+        self.link.enter = throttled_enter
+        self.link.abandon = throttled_abandon
         self.link.copy = throttled_copy
         self.link.query = throttled_query
         self.link.asynchronous = True
@@ -346,6 +403,7 @@ cdef class FaultyLink(_Link):
         self.link.state = &self.faults
         self.link.enter = faulty_enter
         self.link.begin = faulty_begin
+        self.link.abandon = faulty_abandon
         self.link.copy = faulty_copy
         self.link.query = faulty_query
 
@@ -371,8 +429,10 @@ cdef class CudaLink(_Link):
     events : uint64[D]
         Handles of D <= 64 events; at most D chunks are outstanding.
     slot_event : uint64[slots]
-        Per slot the event recorded after its last reader, 0: none. Not copied: what the caller writes there
-        before it submits a job is what the job waits for.
+        Per slot the event recorded after its last reader, 0: none. Not copied: what is there when a job begins is what
+        the copy waits for. See `mark_readers`.
+    seams : uint64[n]
+        Ascending host addresses that no single copy may run across (the borders of registered pieces).
     staging, staging_nbytes
         Page-locked room (address aligned to 4096) that file reads go through; needed only for experts in files.
     direct
@@ -381,16 +441,17 @@ cdef class CudaLink(_Link):
         Any object to keep alive as long as the link.
     """
     cdef Cuda cuda
+    cdef uint64_t[::1] slot_stream
 
     def __init__(self, *, uint64_t memcpy_async, uint64_t event_record, uint64_t event_query,
                  uint64_t stream_wait_event, uint64_t set_device, int device, uint64_t stream,
-                 uint64_t[::1] events not None, uint64_t[::1] slot_event=None, uint64_t staging=0,
-                 int64_t staging_nbytes=0, bint direct=True, owner=None):
+                 uint64_t[::1] events not None, uint64_t[::1] slot_event=None,
+                 uint64_t[::1] seams=None, uint64_t staging=0, int64_t staging_nbytes=0, bint direct=True, owner=None):
         if not 1 <= events.shape[0] <= MAX_DEPTH:
             raise ValueError(f"need 1 to {MAX_DEPTH} events, got {events.shape[0]}")
         if staging % 4096:
             raise ValueError("the staging room must begin at a multiple of 4096")
-        self.kept = (events.base, None if slot_event is None else slot_event.base, owner)
+        self.kept = (events, slot_event, seams, owner)
         self.cuda.memcpy_async = <int (*)(void*, const void*, size_t, int, void*) noexcept nogil> <void*> memcpy_async
         self.cuda.event_record = <int (*)(void*, void*) noexcept nogil> <void*> event_record
         self.cuda.event_query = <int (*)(void*) noexcept nogil> <void*> event_query
@@ -399,7 +460,14 @@ cdef class CudaLink(_Link):
         self.cuda.device = device
         self.cuda.stream = <void*> stream
         self.cuda.events = &events[0]
-        self.cuda.slot_event = NULL if slot_event is None or slot_event.shape[0] == 0 else &slot_event[0]
+        if slot_event is not None and slot_event.shape[0]:
+            self.slot_stream = np.full(slot_event.shape[0], NO_STREAM, np.uint64)
+            self.cuda.slots = <int32_t> slot_event.shape[0]
+            self.cuda.slot_event = &slot_event[0]
+            self.cuda.slot_stream = &self.slot_stream[0]
+        if seams is not None and seams.shape[0]:
+            self.cuda.seam_count = <int32_t> seams.shape[0]
+            self.cuda.seams = &seams[0]
         self.cuda.staging = <unsigned char*> staging
         self.cuda.staging_part = staging_nbytes // events.shape[0] // 4096 * 4096
         self.link.state = &self.cuda
@@ -412,6 +480,43 @@ cdef class CudaLink(_Link):
         self.link.depth = <int32_t> events.shape[0]
         # A direct read takes the aligned blocks around the bytes: up to one block more on either side.
         self.link.file_chunk = max(self.cuda.staging_part - 2 * 4096, 0)
+
+    def mark_readers(self, const int32_t[::1] slots not None, uint64_t stream):
+        """Record on a compute stream that everything queued there so far may read these slots.
+
+        Parameters
+        ----------
+        slots : int32[n]
+            Their entries in `slot_event` are handles of existing events.
+        stream
+            Handle of the compute stream. A slot that another stream has read keeps that order too: this stream waits
+            for the other's event before it records its own.
+
+        Raises
+        ------
+        OSError
+            The runtime refused; the message has its number.
+        """
+        cdef Py_ssize_t i
+        cdef int32_t slot
+        cdef int error = 0
+        cdef void* event
+        for i in range(slots.shape[0]):
+            if not 0 <= slots[i] < self.cuda.slots:
+                raise RoutingError(f"slot {slots[i]} is outside 0..{self.cuda.slots - 1}")
+        with nogil:
+            for i in range(slots.shape[0]):
+                slot = slots[i]
+                event = <void*> self.cuda.slot_event[slot]
+                if self.cuda.slot_stream[slot] not in (NO_STREAM, stream):
+                    error = self.cuda.stream_wait_event(<void*> stream, event, 0)
+                if error == 0:
+                    error = self.cuda.event_record(event, <void*> stream)
+                if error:
+                    break
+                self.cuda.slot_stream[slot] = stream
+        if error:
+            raise system_error(CUDA_ERROR + error, None, 0)
 
     @property
     def reads_files(self):

@@ -78,11 +78,9 @@ cdef inline int32_t next_job(Room* room) noexcept nogil:
 
 
 cdef void wake_workers(Room* room, int32_t jobs) noexcept nogil:
-    if room.sleepers == 0 or jobs == 0:
-        return
     if jobs == 1:
         pthread_cond_signal(&room.work)
-    else:
+    elif jobs > 1:
         pthread_cond_broadcast(&room.work)
 
 
@@ -368,6 +366,8 @@ cdef void serve_asynchronous(Room* room, Mover* mover) noexcept nogil:
     cdef Flight* flight
     while True:
         again = 0
+        if room.closing:
+            room.link.abandon(room.link)
         while room.flight_count:
             flight = &room.flights[room.flight_first]
             pthread_mutex_unlock(&room.lock)

@@ -1,0 +1,209 @@
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    segment_start: NDArray[np.int64]
+    segment_file: NDArray[np.int32]
+    segment_source: NDArray[np.uint64]
+    segment_nbytes: NDArray[np.int64]
+    segment_region: NDArray[np.int32]
+    segment_offset: NDArray[np.int64]
+    files: tuple[str, ...] = ()
+
+class _Link:
+    @property
+    def asynchronous(self) -> bool: ...
+    @property
+    def in_use(self) -> bool: ...
+
+class HostLink(_Link):
+    def __init__(self) -> None: ...
+
+class FileLink(_Link):
+    def __init__(self, direct: bool = True) -> None: ...
+
+class ThrottledLink(_Link):
+    def __init__(self, inner: _Link, bytes_per_s: float, latency_s: float = 0.0) -> None: ...
+
+class FaultyLink(_Link):
+    def __init__(
+        self,
+        inner: _Link,
+        *,
+        fail_at: int = 0,
+        fails: int = 1,
+        error: int = ...,
+        delay_s: float = 0.0,
+        short_read: int = 0,
+        refuse_direct: bool = False,
+        end_thread_at: int = 0,
+    ) -> None: ...
+    @property
+    def chunks(self) -> int: ...
+
+class CudaLink(_Link):
+    def __init__(
+        self,
+        *,
+        memcpy_async: int,
+        event_record: int,
+        event_query: int,
+        stream_wait_event: int,
+        set_device: int,
+        device: int,
+        stream: int,
+        events: NDArray[np.uint64],
+        slot_event: NDArray[np.uint64] | None = None,
+        seams: NDArray[np.uint64] | None = None,
+        staging: int = 0,
+        staging_nbytes: int = 0,
+        direct: bool = True,
+        owner: object = None,
+    ) -> None: ...
+    def mark_readers(self, slots: NDArray[np.int32], stream: int) -> None: ...
+    @property
+    def reads_files(self) -> bool: ...
+
+class Engine:
+    """Moves experts into slots.
+
+    A job is (source, slot, generation). Jobs wait in two levels, demand before prefetch; they travel in chunks, and at
+    each chunk boundary a prefetch can be dropped or overtaken by a demand (which resumes it later where it stopped).
+    ``complete[slot]`` becomes the generation, with release order, when the slot's bytes are all there, and its negative
+    when the copy failed. A slot's next generation begins only when an earlier one's copy into it has stopped.
+
+    Parameters
+    ----------
+    sources
+        Where the bytes lie. The destination of a segment is
+        ``region_address[region] + slot * region_stride[region] + segment_offset`` (64-bit wrap-around).
+    region_address : uint64[R]
+    region_stride : int64[R]
+        Address of each region and bytes from one slot to the next.
+    complete : int32[slots]
+        The caller's array, written by the engine only.
+    link
+        What to copy over; ``None``: files are read with `FileLink`, memory is copied with `HostLink`.
+    threads
+        I/O threads, 1 to 64. An asynchronous link always has one.
+    chunk_bytes, window_bytes
+        Size of a chunk, and how many bytes may be outstanding on an asynchronous link (at least one chunk may).
+    owner
+        Kept alive as long as a copy may be running: whatever owns the memory at both ends.
+
+    Raises
+    ------
+    ValueError
+        Arrays that do not fit each other; a number out of range; a link that cannot read files or that serves
+        another engine.
+    OSError
+        A file cannot be opened, or no thread can be started.
+    """
+
+    def __init__(
+        self,
+        sources: Sources,
+        region_address: ArrayLike,
+        region_stride: ArrayLike,
+        complete: NDArray[np.int32],
+        *,
+        link: _Link | None = None,
+        threads: int = 1,
+        chunk_bytes: int = ...,
+        window_bytes: int = ...,
+        owner: object = None,
+    ) -> None: ...
+    @property
+    def closed(self) -> bool: ...
+    def submit(
+        self,
+        fetch: NDArray[np.int32] | None = None,
+        prefetch: NDArray[np.int32] | None = None,
+        priority: NDArray[np.float32] | None = None,
+        drop: NDArray[np.int32] | None = None,
+    ) -> None:
+        """Take a plan, in the order drops, fetches, prefetches; ``None`` means no rows.
+
+        A job that is already live is joined, and by a fetch raised to demand level; one that is complete stays as it
+        is; one that failed is tried again. A generation older than the newest seen for its slot is ignored, and so is
+        a prefetch of a dropped one (a fetch of it begins anew).
+
+        Parameters
+        ----------
+        fetch, prefetch : int32[n, 3]
+            Rows (source, slot, generation), C-contiguous.
+        priority : float32[n]
+            Of the prefetches; larger goes first, equal ones in the order given.
+        drop : int32[n, 2]
+            Rows (slot, generation): copies no longer wanted.
+
+        Raises
+        ------
+        RoutingError
+            An unknown source or slot; nothing has been queued.
+        ClosedError, TransferError
+            The engine is closed or belongs to another process; an I/O thread has ended.
+        """
+    def wait_any(self, slots: NDArray[np.int32], generations: NDArray[np.int32], timeout: float) -> int:
+        """Position of one that is complete. The calling thread copies a queued one itself where the link allows that.
+
+        Parameters
+        ----------
+        slots, generations : int32[n]
+        timeout
+            Seconds.
+
+        Raises
+        ------
+        TransferError
+            None is complete and one failed (``__cause__`` is the original error), was dropped or displaced; or the time
+            is over; or an I/O thread has ended. ``position`` says which one it is about.
+        RoutingError
+            Arrays of different length, an unknown slot, or nothing to wait for.
+        ClosedError
+            The engine is closed, also when that happens during the wait.
+        """
+    def wait_all(self, slots: NDArray[np.int32], generations: NDArray[np.int32], timeout: float) -> None:
+        """Like `wait_any`, until all are complete or one cannot be."""
+    def drain(self, timeout: float) -> None:
+        """Wait until nothing is queued or moving.
+
+        Raises
+        ------
+        TransferError
+            The time is over, or an I/O thread has ended.
+        ClosedError
+        """
+    def counters(self) -> dict[str, int]:
+        """Sums since the start or the last `reset_counters`, 64-bit.
+
+        ``bytes_demand``, ``bytes_prefetch``
+            Bytes that travelled, by the level of the job when they arrived (those of dropped copies too).
+        ``jobs_demand``, ``jobs_prefetch``
+            Jobs completed, by their last level.
+        ``joined``
+            Prefetches raised to demand before they were complete.
+        ``prefetch_dropped``, ``prefetch_cancelled``
+            Prefetches given up before they began; after that, at a chunk boundary.
+        ``failed``
+        ``stall_ns``, ``busy_ns``
+            Time callers waited; time the link was in use (summed over threads that copy at once).
+        ``direct_reads``, ``buffered_reads``
+            Reads of files past the page cache, and through it.
+        ``helped``
+            Jobs copied by waiting callers.
+        """
+    def reset_counters(self) -> None: ...
+    def close(self) -> None:
+        """Drop what is queued, stop what moves at the next chunk boundary, join the threads, close the files.
+
+        Idempotent; does nothing in a forked child.
+        """
+    def __enter__(self) -> Engine: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
