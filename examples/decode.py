@@ -96,15 +96,20 @@ class Written:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-def write(model: Any, tokenizer: Any, batches: list[list[str]], args: argparse.Namespace, quiet: bool) -> Written:
+def write(model: Any, tokenizer: Any, batches: dict[str, list[str]], args: argparse.Namespace, quiet: bool) -> Written:
     """Decode the batches one after the other, as the model's generation config says, each from the same seed."""
     written = Written()
-    for batch in batches:
+    for title, batch in batches.items():
         inputs = tokenizer(batch, return_tensors="pt", padding=len(batch) > 1).to(model.device)
         progress = Progress(tokenizer, len(batch), quiet)
         if not quiet:
+            print(f"\n--- {title} ---")
             for number, prompt in enumerate(batch, 1):
-                print(f"\n--- {f'[{number}] ' if len(batch) > 1 else ''}{prompt!r}", flush=True)
+                print(
+                    f"[{number}] {prompt}" if len(batch) > 1 else prompt,
+                    end="" if len(batch) == 1 else "\n",
+                    flush=True,
+                )
         torch.manual_seed(0)
         output = model.generate(
             **inputs,
@@ -173,7 +178,7 @@ def load_accelerate(args: argparse.Namespace, folder: str) -> Any:
 
 
 def run_cached(
-    args: argparse.Namespace, tokenizer: Any, batches: list[list[str]], policy: str, quiet: bool
+    args: argparse.Namespace, tokenizer: Any, batches: dict[str, list[str]], policy: str, quiet: bool
 ) -> tuple[dict[str, Any], Written]:
     """Decode through the cache; the facts that the table and the JSON file show."""
     model = load_cached(args, policy)
@@ -191,7 +196,7 @@ def run_cached(
     return facts, written
 
 
-def run_other(args: argparse.Namespace, tokenizer: Any, batches: list[list[str]], name: str) -> dict[str, Any]:
+def run_other(args: argparse.Namespace, tokenizer: Any, batches: dict[str, list[str]], name: str) -> dict[str, Any]:
     """Decode without moecache: ``resident`` or ``accelerate``."""
     with tempfile.TemporaryDirectory() as folder:
         model = load_resident(args) if name == "resident" else load_accelerate(args, folder)
@@ -288,18 +293,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def read_prompts(args: argparse.Namespace) -> list[list[str]]:
-    """The batches to decode, one after the other."""
+def read_prompts(args: argparse.Namespace) -> dict[str, list[str]]:
+    """The batches to decode, one after the other, each under a title."""
     if args.prompt:
-        return [args.prompt]
+        return {"prompt" if len(args.prompt) == 1 else f"batch of {len(args.prompt)} prompts": args.prompt}
     if args.prompt_file:
         try:
-            return [[args.prompt_file.read_text()]]
+            return {args.prompt_file.name: [args.prompt_file.read_text()]}
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"--prompt-file: {error}") from error
-    if PROMPTS.exists():
-        return [[prompts[0]] for prompts in json.loads(PROMPTS.read_text()).values()]
-    return [["def __init__(self, name):\n"], ["#include <stdio.h>\n\n"], ["<html>\n<head>\n<title>"]]
+    return {kind: prompts[:1] for kind, prompts in json.loads(PROMPTS.read_text()).items()}
 
 
 def check_arguments(args: argparse.Namespace) -> None:

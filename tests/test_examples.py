@@ -1,0 +1,187 @@
+"""The examples: decoding from disk equals the resident model, at every capacity, and says clearly what it cannot do."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from moecache.cache import Lease, Request
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+PROMPTS = ["def __init__(self, ", "#include <stdio.h>\n\nint ", "<html>\n<head>\n", '{\n  "name": "a", "version": ']
+KEYS = {
+    *("tokens_per_s", "hit_rate", "demands", "hits", "misses", "evictions", "prefetch_issued", "prefetch_useful"),
+    *("bytes_demand", "bytes_prefetch", "stall_s", "capacity_experts", "resident_bytes", "expert_bytes_total"),
+    *("identical", "text"),
+}
+
+
+def load_example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def decode() -> ModuleType:
+    pytest.importorskip("transformers")
+    return load_example("decode")
+
+
+@pytest.fixture(scope="module")
+def handwritten() -> ModuleType:
+    return load_example("handwritten")
+
+
+@pytest.fixture
+def steps_within_capacity(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Holds at every step that no more experts are resident than there are slots; collects the numbers seen."""
+    seen: list[int] = []
+    route = Request.route
+
+    def checked(self: Request, *args, **kwargs) -> Lease:
+        lease = route(self, *args, **kwargs)
+        seen.append(len(self.cache.resident()))
+        assert seen[-1] <= self.cache.capacity
+        return lease
+
+    monkeypatch.setattr(Request, "route", checked)
+    return seen
+
+
+@pytest.mark.parametrize(("capacity", "experts"), [("4", 4), ("0.05", 12), ("0.25", 64), ("1.0", 256)])
+def test_decode_equals_the_resident_model(
+    decode: ModuleType, tmp_path: Path, steps_within_capacity: list[int], capacity: str, experts: int
+) -> None:
+    out = tmp_path / "facts.json"
+    arguments = ["--capacity", capacity, "--bank", "disk", "--check", "--max-new-tokens", "24", "--json", str(out)]
+    assert decode.run([*arguments, "--prompt", PROMPTS[0]]) == 0
+
+    facts = json.loads(out.read_text())
+    assert set(facts) == KEYS
+    assert facts["identical"] is True
+    assert abs(facts["capacity_experts"] - experts) <= 1
+    assert isinstance(facts["text"], str)
+    assert facts["hits"] + facts["misses"] == facts["demands"] > 0
+    assert facts["resident_bytes"] <= facts["expert_bytes_total"] * facts["capacity_experts"] / 256
+    if experts < 256:
+        assert facts["misses"] > 0
+        assert facts["evictions"] > 0
+        assert facts["bytes_demand"] > 0
+    assert max(steps_within_capacity) <= facts["capacity_experts"]
+
+
+@pytest.mark.parametrize("bank", ["disk", "ram"])
+def test_decode_of_a_batch_equals_the_resident_model(
+    decode: ModuleType, tmp_path: Path, steps_within_capacity: list[int], bank: str
+) -> None:
+    out = tmp_path / "facts.json"
+    prompts = [argument for prompt in PROMPTS for argument in ("--prompt", prompt)]
+    assert decode.run([*prompts, "--bank", bank, "--check", "--max-new-tokens", "12", "--json", str(out)]) == 0
+    facts = json.loads(out.read_text())
+    assert facts["identical"] is True
+    assert len(facts["text"]) == 4
+    assert facts["misses"] > 0
+    assert facts["evictions"] > 0
+    assert steps_within_capacity
+
+
+def test_check_notices_a_difference(
+    decode: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    loader = decode.load_resident
+
+    def altered(args):
+        model = loader(args)
+        with torch.no_grad():
+            model.model.layers[0].mlp.experts.down_proj *= 1.25
+        return model
+
+    monkeypatch.setattr(decode, "load_resident", altered)
+    assert decode.run(["--prompt", PROMPTS[0], "--check", "--max-new-tokens", "4"]) == 1
+    assert "DIFFERS" in capsys.readouterr().out
+
+
+def test_prompt_file_policy_and_history(decode: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    prompt, history = tmp_path / "prompt.txt", tmp_path / "chat.history"
+    prompt.write_text(PROMPTS[1])
+    arguments = ["--prompt-file", str(prompt), "--policy", "lru", "--max-new-tokens", "6", "--history", str(history)]
+    for _ in range(2):
+        assert decode.run(arguments) == 0
+        assert history.stat().st_size > 0
+    out = capsys.readouterr().out
+    assert "int " in out
+    assert "moecache lru" in out
+
+
+def test_compare_shows_the_others_side_by_side(decode: ModuleType, capsys: pytest.CaptureFixture) -> None:
+    assert decode.run(["--prompt", PROMPTS[0], "--max-new-tokens", "2", "--compare"]) == 0
+    out = capsys.readouterr().out
+    for name in ("moecache expected-next-use", "moecache lru", "fully resident", "accelerate disk"):
+        assert name in out
+    assert "failed" not in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["no/such/model"],
+        ["--capacity", "0"],
+        ["--capacity", "-3"],
+        ["--capacity", "2.5"],
+        ["--capacity", "3"],
+        ["--capacity", "lots"],
+        ["--policy", "newest"],
+        ["--prompt-file", "no/such/file"],
+        ["--prompt", ""],
+        ["--max-new-tokens", "0"],
+        ["--json", "no/such/folder/facts.json"],
+    ],
+    ids=" ".join,
+)
+def test_bad_input_is_one_line(
+    decode: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, arguments: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["decode.py", *arguments])
+    assert decode.main() == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("decode.py: ")
+
+
+@pytest.mark.parametrize("capacity", [0.05, 1.0])
+def test_handwritten_writes_what_transformers_writes(
+    handwritten: ModuleType, steps_within_capacity: list[int], capacity: float
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    resident = transformers.AutoModelForCausalLM.from_pretrained(handwritten.TINY, experts_implementation="eager")
+    with torch.inference_mode():
+        model = handwritten.TinyMoE(handwritten.TINY, capacity=capacity)
+        for prompt in PROMPTS:
+            ids = torch.tensor([list(prompt.encode())])
+            expected = resident.generate(ids, do_sample=False, max_new_tokens=32)[0, ids.shape[1] :].tolist()
+            assert list(model.generate(ids[0].tolist(), 32)) == expected
+        model.cache.close()
+    assert steps_within_capacity
+
+
+def test_handwritten_is_short_and_needs_no_transformers() -> None:
+    assert len((EXAMPLES / "handwritten.py").read_text().splitlines()) <= 150
+    code = (
+        "import runpy, sys; sys.modules['transformers'] = None; sys.argv = sys.argv[1:]; "
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    command = [sys.executable, "-c", code, str(EXAMPLES / "handwritten.py"), "import os\n", "--max-new-tokens", "4"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("import os\n")
+    assert "hits" in done.stdout
