@@ -27,8 +27,8 @@ cdef extern from *:
     int32_t moe_load_acquire(int32_t *p) nogil
 
 # Decay per token of the two frequencies, and what each feature weighs in the chance of use (docs/policies.md has the replay behind them).
-cdef double FAST = 0.2, SLOW = 0.02
-cdef float WEIGHT_FAST = 0.35, WEIGHT_SLOW = 0.45, WEIGHT_PRIOR = 0.2, CHANCE_FLOOR = 1e-4
+cdef double FAST = 0.45, SLOW = 0.02
+cdef float WEIGHT_FAST = 0.3, WEIGHT_SLOW = 0.6, WEIGHT_PRIOR = 0.1, CHANCE_FLOOR = 1e-4
 # Pseudo-observations that pull a rarely seen layer transition towards the expert's own frequency.
 cdef float TRANSITION_PRIOR = 8.0
 cdef double FAR = 1e300

@@ -23,8 +23,8 @@ SETTINGS = settings(
 )
 
 # Documented constants of the policies.
-FAST, SLOW = 0.2, 0.02
-WEIGHTS = {"fast": 0.35, "slow": 0.45, "prior": 0.2}
+FAST, SLOW = 0.45, 0.02
+WEIGHTS = {"fast": 0.3, "slow": 0.6, "prior": 0.1}
 CHANCE_FLOOR = 1e-4
 PRIOR_TOKENS = 16.0
 

@@ -316,8 +316,8 @@ def test_chances_of_several_requests_join() -> None:
     core = make_core((2,), top_k=1)
     first, second = core.begin_request(), core.begin_request()
     alone = np.array([0.5, 0.5])
-    used = 0.35 * (0.8 * 0.5 + 0.2) + 0.45 * (0.98 * 0.5 + 0.02) + 0.2 * 0.5 + 1e-4
-    unused = 0.35 * 0.8 * 0.5 + 0.45 * 0.98 * 0.5 + 0.2 * 0.5 + 1e-4
+    used = 0.3 * (0.55 * 0.5 + 0.45) + 0.6 * (0.98 * 0.5 + 0.02) + 0.1 * 0.5 + 1e-4
+    unused = 0.3 * 0.55 * 0.5 + 0.6 * 0.98 * 0.5 + 0.1 * 0.5 + 1e-4
     np.testing.assert_allclose(core.probability, 1 - (1 - alone - 1e-4) ** 2, rtol=1e-5)
     call_route(core, first, 0, [[0]])
     call_route(core, second, 0, [[1]])
