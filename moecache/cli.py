@@ -1,0 +1,379 @@
+"""The command ``moecache``: replay routing traces, look at them, convert and merge them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .history import History
+    from .lab.link import TimedResult
+    from .lab.recall import RecallResult
+    from .lab.replay import Result
+    from .lab.trace import Trace
+    from .policy import Score
+
+__all__ = ["main"]
+
+_POLICIES = "lru,lfu,moe-infinity,counts,expected-next-use,belady"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; what the library says about bad input goes to stderr, with exit code 2."""
+    missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(f"the command moecache needs {' and '.join(missing)}: pip install 'moecache[cli]'")
+    import click
+
+    from .errors import MoeCacheError
+
+    try:
+        _application()(args=arguments, standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except (KeyboardInterrupt, click.exceptions.Abort):
+        sys.exit("interrupted; nothing was written")
+    except (MoeCacheError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _application() -> Any:
+    import typer
+
+    application = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+    traces = typer.Typer(help="Look at routing traces, convert and merge them.", no_args_is_help=True)
+    application.add_typer(traces, name="trace")
+
+    @application.command()
+    def replay(
+        paths: list[Path] = typer.Argument(..., metavar="TRACE...", help="Traces: .safetensors, .jsonl or .csv."),  # noqa: B008
+        capacity: str = typer.Option("0.1,0.2,0.3,0.5", help="Experts, or fractions of all, separated by commas."),
+        policy: list[str] = typer.Option([_POLICIES], help="Names separated by commas, or FILE.py:NAME for a score."),  # noqa: B008
+        split: str = typer.Option(None, help="7/10: requests with number % 10 < 7 are history, the others are played."),
+        history: Path = typer.Option(None, help="What is known before: a history, or a file of activation counts."),  # noqa: B008
+        history_capacity: int = typer.Option(1000, min=1, help="Requests kept in the history."),
+        link: list[str] = typer.Option([], help="Add a clock: a profile, or BYTES_PER_S,LATENCY_S."),  # noqa: B008
+        profile: list[str] = typer.Option([], help="The same as --link."),  # noqa: B008
+        prefetch: bool = typer.Option(True, help="Whether a replay with a clock may fetch ahead."),
+        expert_bytes: int = typer.Option(None, min=1, help="Bytes of an expert, where the trace's model is not known."),
+        concurrency: int = typer.Option(None, min=1, help="Requests that take turns, one forward pass each."),
+        max_tokens: int = typer.Option(None, min=1, help="End after the first request that passes this many tokens."),
+        recall: bool = typer.Option(False, help="Measure what the predictors know of coming layers, instead of policies."),
+        num_experts: int = typer.Option(None, min=1, help="Experts of a layer, for text traces."),
+        json_path: Path = typer.Option(None, "--json", help="Write the rows as JSON."),  # noqa: B008
+        report: Path = typer.Option(None, help="Write a page with pictures (extra plot)."),  # noqa: B008
+    ) -> None:
+        """Play traces through policies, deciding as the runtime does."""
+        job = _Job(
+            capacities=_capacities(capacity),
+            policies=_policies(policy),
+            links=[name for text in (*link, *profile) for name in _link_names(text)],
+            prefetch=prefetch,
+            expert_nbytes=expert_bytes,
+            recall=recall,
+            report=report is not None,
+            options={
+                "split": split,
+                "history_capacity": history_capacity,
+                "max_tokens": max_tokens,
+            },
+            concurrency=concurrency,
+        )
+        outcomes = [_replay_one(path, num_experts, history, job) for path in paths]
+        _write(outcomes, job, json_path, report)
+
+    @traces.command()
+    def info(
+        path: Path,
+        num_experts: int = typer.Option(None, min=1, help="Experts of a layer, for text traces."),
+    ) -> None:
+        """Say what a trace holds."""
+        from .lab import read_trace
+
+        trace = read_trace(path, num_experts)
+        for name, value in _describe(trace):
+            print(f"{name:<18} {value}")
+
+    @traces.command()
+    def convert(
+        source: Path,
+        target: Path,
+        num_experts: int = typer.Option(None, min=1, help="Experts of a layer, for text traces."),
+        model: str = typer.Option(None, help="The model's name, for the metadata."),
+    ) -> None:
+        """Write a trace in the format of another file ending."""
+        from dataclasses import replace
+
+        from .lab import read_trace
+
+        trace = read_trace(source, num_experts)
+        if model is not None:
+            trace = replace(trace, metadata={**trace.metadata, "model": model})
+        trace.save(target)
+
+    @traces.command()
+    def merge(
+        sources: list[Path] = typer.Argument(..., metavar="TRACE..."),  # noqa: B008
+        output: Path = typer.Option(..., "--output", "-o", help="Where to write."),  # noqa: B008
+    ) -> None:
+        """Put traces of one model one after another."""
+        from .lab import merge as merged
+        from .lab import read_trace
+
+        merged([read_trace(path) for path in sources], output.stem).save(output)
+
+    return application
+
+
+class _Job:
+    """What a replay shall do with each trace."""
+
+    def __init__(
+        self,
+        capacities: list[int | float],
+        policies: list[str | Score],
+        links: list[str],
+        prefetch: bool,
+        expert_nbytes: int | None,
+        recall: bool,
+        report: bool,
+        options: dict[str, Any],
+        concurrency: int | None,
+    ) -> None:
+        self.capacities, self.policies, self.links, self.prefetch = capacities, policies, links, prefetch
+        self.expert_nbytes, self.recall, self.report = expert_nbytes, recall, report
+        self.options, self.concurrency = options, concurrency
+
+
+class Outcome:
+    """What came out for one trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.results: list[Result] = []
+        self.timed: list[TimedResult] = []
+        self.recalled: list[RecallResult] = []
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each policy and capacity, with its clocked results under ``links``."""
+        rows = [result.row() for result in self.results]
+        for row in rows:
+            row["links"] = [
+                t.row() for t in self.timed if (t.policy, t.capacity_experts) == (row["policy"], row["capacity_experts"])
+            ]
+        return rows
+
+
+def _replay_one(path: Path, num_experts: int | None, history_path: Path | None, job: _Job) -> Outcome:
+    from .lab import read_trace, replay
+    from .lab.link import model_for, profile_from, replay_timed
+    from .lab.recall import recall
+    from .lab.replay import work
+
+    trace = read_trace(path, num_experts)
+    history = None if history_path is None else _history(history_path, trace)
+    options = {**job.options, "history": history}
+    outcome = Outcome(trace)
+    model = model_for(trace)
+    nbytes = job.expert_nbytes or (model.expert_nbytes if model else None)
+    measured = job.recall and not job.report
+    passes = 0 if measured else work(trace, job.policies, job.options["split"], job.options["max_tokens"])
+    with _progress(trace.name, passes) as bar:
+        if not measured:
+            outcome.results = replay(
+                trace, job.policies, job.capacities, expert_nbytes=nbytes, concurrency=job.concurrency, progress=bar, **options
+            )
+        for text in job.links:
+            outcome.timed += replay_timed(
+                trace,
+                [policy for policy in job.policies if policy != "belady-bypass"],
+                job.capacities,
+                profile_from(text),
+                expert_nbytes=nbytes,
+                prefetch=job.prefetch,
+                concurrency=job.concurrency,
+                **options,
+            )
+        if job.recall:
+            outcome.recalled = recall(trace, **options)
+    return outcome
+
+
+@contextlib.contextmanager
+def _progress(name: str, passes: int) -> Iterator[Any]:
+    from tqdm import tqdm
+
+    with tqdm(total=passes, desc=name, unit="pass", disable=None if passes else True, leave=False, delay=1.0) as bar:
+        yield bar
+
+
+def _write(outcomes: list[Outcome], job: _Job, json_path: Path | None, report: Path | None) -> None:
+    # Everything is computed before the first byte is written.
+    from .history import write_atomically
+
+    recalled = job.recall and report is None
+    if json_path is not None:
+        rows = [row for o in outcomes for row in ([r.row() for r in o.recalled] if recalled else o.rows())]
+        write_atomically(json_path, json.dumps(rows, indent=1).encode())
+    if report is not None:
+        from .lab.report import page
+
+        write_atomically(report, page(outcomes).encode())
+    for outcome in outcomes:
+        _print(outcome, recalled)
+
+
+def _print(outcome: Outcome, recalled: bool) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if recalled:
+        console.print(_recall_table(outcome))
+        return
+    console.print(_hit_table(outcome))
+    for link in dict.fromkeys(t.link for t in outcome.timed):
+        console.print(_link_table(outcome, link))
+
+
+def _hit_table(outcome: Outcome) -> Any:
+    from rich.table import Table
+
+    trace, results = outcome.trace, outcome.results
+    capacities = list(dict.fromkeys(r.capacity_experts for r in results))
+    table = Table(title=f"{trace.name}: hit rate in %, {results[0].tokens:,} tokens of {len(results[0].request_hits)} requests")
+    table.add_column("policy")
+    for n in capacities:
+        table.add_column(f"{n} ({n / sum(trace.num_experts):.0%})", justify="right")
+    table.add_column("gap closed in %", justify="right")
+    for policy in dict.fromkeys(r.policy for r in results):
+        mine = [r for r in results if r.policy == policy]
+        gaps = " / ".join("-" if r.gap_closed is None else f"{100 * r.gap_closed:.0f}" for r in mine)
+        table.add_row(policy, *(f"{100 * r.hit_rate:.1f}" for r in mine), gaps)
+    return table
+
+
+def _link_table(outcome: Outcome, link: str) -> Any:
+    from rich.table import Table
+
+    table = Table(title=f"{outcome.trace.name} on {link}")
+    for name in ("policy", "experts", "hit %", "tokens/s", "stall %", "idle link %", "MB/token", "useful", "late", "wasted"):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    for t in outcome.timed:
+        if t.link == link:
+            table.add_row(
+                t.policy,
+                str(t.capacity_experts),
+                f"{100 * t.hit_rate:.1f}",
+                f"{t.tokens_per_s:.1f}",
+                f"{100 * t.stall_s / t.seconds:.0f}",
+                f"{100 * t.link_idle:.0f}",
+                f"{(t.bytes_demand + t.bytes_prefetch) / t.tokens / 1e6:.1f}",
+                f"{t.prefetch_useful:,}",
+                f"{t.prefetch_late:,}",
+                f"{t.prefetch_wasted:,}",
+            )
+    return table
+
+
+def _recall_table(outcome: Outcome) -> Any:
+    from rich.table import Table
+
+    table = Table(title=f"{outcome.trace.name}: recall of the experts used, in %")
+    for name in ("target", "predictor", "@k", "@1.5k", "@2k", "calibration error"):
+        table.add_column(name, justify="left" if name in ("target", "predictor") else "right")
+    for r in outcome.recalled:
+        row = r.row()
+        table.add_row(row["target"], r.predictor, *(f"{100 * x:.1f}" for x in r.recall), f"{r.calibration_error:.3f}")
+    return table
+
+
+def _describe(trace: Trace) -> Iterator[tuple[str, str]]:
+    import numpy as np
+
+    sizes = sorted(set(trace.num_experts))
+    tokens = np.bincount(trace.request)
+    yield "model", trace.model
+    yield "layers", f"{trace.layers}"
+    yield "experts per layer", f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    yield "top-k", f"{trace.top_k}"
+    yield "tokens", f"{trace.tokens:,} ({int((trace.decode == 0).sum()):,} of prompts)"
+    yield "requests", f"{trace.requests:,} of {tokens.min():,} to {tokens.max():,} tokens"
+    yield "forward passes", "each token its own" if trace.forward is None else f"{len(np.unique(trace.forward)):,}"
+    for name, value in sorted(trace.metadata.items()):
+        if name not in ("model", "num_layers", "num_experts", "top_k", "groups"):
+            yield name, value
+
+
+def _history(path: Path, trace: Trace) -> History:
+    # A history of its own format, or activation counts; either must be of the trace's model.
+    from .errors import HistoryFormatError
+    from .history import History
+    from .lab.trace import Counts, check_same_model, read_tensors
+
+    metadata, tensors = read_tensors(path)
+    history = Counts.read(path).history() if "counts" in tensors else History.load(path)
+    try:
+        check_same_model(trace, history.fingerprint, metadata.get("model", "a history"), str(path))
+    except ValueError as error:
+        raise HistoryFormatError(str(error)) from error
+    return history
+
+
+def _capacities(text: str) -> list[int | float]:
+    import click
+
+    try:
+        return [float(part) if "." in part else int(part) for part in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"{text!r}: expected experts or fractions separated by commas, such as 0.1,0.25 or 64") from None
+
+
+def _policies(texts: Sequence[str]) -> list[str | Score]:
+    from .lab.replay import _resolve
+
+    found: list[str | Score] = []
+    for part in (part.strip() for text in texts for part in text.split(",")):
+        found.append(_score(part) if ".py:" in part else part)
+        _resolve(found[-1])
+    return found
+
+
+def _score(text: str) -> Score:
+    # FILE.py:NAME, a function made with moecache.policy.score, or a plain one.
+    from .errors import PolicyError
+    from .policy import Score, score
+
+    path, _, name = text.rpartition(":")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise FileNotFoundError(f"no policy file {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise PolicyError(f"{path} has no function {name!r}")
+    return found if isinstance(found, Score) else score(found)
+
+
+def _link_names(text: str) -> list[str]:
+    # Commas separate profiles, except in RATE,LATENCY.
+    from .lab.link import PROFILES, profile_from
+
+    names = text.split(",")
+    if not all(name in PROFILES for name in names):
+        profile_from(text)
+        return [text]
+    return names
+
+
+if __name__ == "__main__":
+    main()
