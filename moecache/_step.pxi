@@ -5,46 +5,79 @@ cdef object NO_DROP = np.zeros((0, 2), np.int32)
 cdef object NO_PRIORITY = np.zeros(0, np.float32)
 
 
+cdef struct Rows:
+    # Triples of int32 (pairs leave the third unused) that grow as needed.
+    int32_t size, room
+    int32_t *data
+
+
+cdef inline void push(Rows *rows, int32_t a, int32_t b, int32_t c) noexcept nogil:
+    cdef int32_t *grown
+    if rows.size == rows.room:
+        grown = <int32_t *> realloc(rows.data, 3 * (2 * rows.room + 8) * sizeof(int32_t))
+        if grown == NULL:
+            return   # a fetch not planned is a wait that times out with its own error; memory is gone anyway
+        rows.data, rows.room = grown, 2 * rows.room + 8
+    rows.data[3 * rows.size], rows.data[3 * rows.size + 1], rows.data[3 * rows.size + 2] = a, b, c
+    rows.size += 1
+
+
+cdef object table(Rows *rows, int columns):
+    cdef int32_t[:, ::1] view
+    cdef int32_t i
+    cdef int j
+    array = np.empty((rows.size, columns), np.int32)
+    view = array
+    for i in range(rows.size):
+        for j in range(columns):
+            view[i, j] = rows.data[3 * i + j]
+    return array
+
+
 @cython.freelist(16)
 cdef class Plan:
     """What to move: rows of (gid, slot, generation) to fetch and to prefetch, rows of (slot, generation) to drop."""
 
     cdef readonly object fetches, prefetches, priorities, drops
     cdef readonly bint empty
-    cdef list _fetch, _prefetch, _priority, _drop
+    cdef Rows _fetch, _prefetch, _drop
+    cdef list _priority
 
     def __cinit__(self):
         self.clear()
 
+    def __dealloc__(self):
+        free(self._fetch.data)
+        free(self._prefetch.data)
+        free(self._drop.data)
+
     cdef void clear(self) noexcept:
-        self._fetch = self._prefetch = self._priority = self._drop = None
+        self._fetch.size = self._prefetch.size = self._drop.size = 0
+        self._priority = None
         self.fetches = self.prefetches = NO_FETCH
         self.priorities, self.drops = NO_PRIORITY, NO_DROP
         self.empty = True
 
-    cdef void fetch(self, int32_t gid, int32_t slot, int32_t generation) noexcept:
-        if self._fetch is None:
-            self._fetch = []
-        self._fetch.append((gid, slot, generation))
+    cdef void fetch(self, int32_t gid, int32_t slot, int32_t generation) noexcept nogil:
+        push(&self._fetch, gid, slot, generation)
 
     cdef void prefetch(self, int32_t gid, int32_t slot, int32_t generation, float priority) noexcept:
-        if self._prefetch is None:
-            self._prefetch, self._priority = [], []
-        self._prefetch.append((gid, slot, generation))
+        push(&self._prefetch, gid, slot, generation)
+        if self._priority is None:
+            self._priority = []
         self._priority.append(priority)
 
-    cdef void drop(self, int32_t slot, int32_t generation) noexcept:
-        if self._drop is None:
-            self._drop = []
-        self._drop.append((slot, generation))
+    cdef void drop(self, int32_t slot, int32_t generation) noexcept nogil:
+        push(&self._drop, slot, generation, 0)
 
     cdef void export(self) noexcept:
-        if self._fetch is not None:
-            self.fetches, self.empty = np.array(self._fetch, np.int32), False
-        if self._prefetch is not None:
-            self.prefetches, self.priorities, self.empty = np.array(self._prefetch, np.int32), np.array(self._priority, np.float32), False
-        if self._drop is not None:
-            self.drops, self.empty = np.array(self._drop, np.int32), False
+        self.empty = not (self._fetch.size or self._prefetch.size or self._drop.size)
+        if self._fetch.size:
+            self.fetches = table(&self._fetch, 3)
+        if self._prefetch.size:
+            self.prefetches, self.priorities = table(&self._prefetch, 3), np.array(self._priority, np.float32)
+        if self._drop.size:
+            self.drops = table(&self._drop, 2)
 
 
 @cython.freelist(16)
