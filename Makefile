@@ -56,7 +56,7 @@ lint: $(BUILT)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/cython-lint moecache
+	PATH="$(CURDIR)/$(BIN):$$PATH" cython-lint moecache
 
 format: $(BUILT)
 	$(BIN)/ruff check --fix .
