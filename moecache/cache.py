@@ -26,6 +26,7 @@ from .stats import Stats
 
 if TYPE_CHECKING:
     from .cuda import CudaCopies
+    from .lab.record import Recorder
 
 __all__ = ["ExpertCache", "Lease", "Request"]
 
@@ -114,6 +115,7 @@ class ExpertCache:
         self._leases: dict[int, int] = {}
         self._moved: dict[str, int] = {}
         self._copies: CudaCopies | None = None
+        self._recorder: Recorder | None = None
         self._build(slots)
         self._say_if_small()
 
@@ -135,7 +137,9 @@ class ExpertCache:
 
             self._copies = copies_for(sources, self.device, self.capacity)
             link = self._copies.link
-        self._engine = Engine(sources, addresses, strides, complete, link=link, threads=self._threads, owner=(self.bank, self.pool))
+        self._engine = Engine(
+            sources, addresses, strides, complete, link=link, threads=self._threads, owner=(self.bank, self.pool)
+        )
         self._core = Core(
             self.history.store,
             np.array(self.bank.layer_kind, np.int32),
@@ -220,6 +224,29 @@ class ExpertCache:
         self._engine.reset_counters()
         self._moved = {}
 
+    def record(self, path: str | os.PathLike[str], model: str | None = None) -> Recorder:
+        """Write what is routed from now on into a routing trace, which appears whole when the recorder or the cache is
+        closed.
+
+        Parameters
+        ----------
+        path : path
+            Of a .safetensors file; :func:`moecache.lab.read_trace` reads it, ``moecache replay`` plays it.
+        model : str, optional
+            The model's name, for the file.
+
+        Raises
+        ------
+        ClosedError
+        """
+        from .lab.record import Recorder
+
+        self._check_open()
+        if self._recorder is not None:
+            self._recorder.close()
+        self._recorder = Recorder(self, path, model)
+        return self._recorder
+
     def resize(self, capacity: int | float | str) -> None:
         """Change the number of slots between steps; the experts most worth keeping stay.
 
@@ -263,13 +290,17 @@ class ExpertCache:
         if self._copies is not None:
             self._copies.close()
         self.pool.tensors = ()
+        if self._recorder is not None:
+            self._recorder.close()
         if self._history_path is not None:
             self.history.save(self._history_path)
 
     def __enter__(self) -> ExpertCache:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -313,7 +344,8 @@ class Request:
         layer : int
             Which MoE layer, counting only those, from 0.
         ids : integer Tensor ``[tokens, k]``
-            -1 is padding: nothing is loaded or counted for it. An expert named twice in a row is served at both places and counted once.
+            -1 is padding: nothing is loaded or counted for it. An expert named twice in a row is served at both places
+            and counted once.
         weights : float Tensor ``[tokens, k]``, optional
             The gate weights, only looked at for NaN.
         decode : bool, optional
@@ -357,6 +389,8 @@ class Request:
             cache._sentinel,
         )
         lease = Lease(cache, step)
+        if cache._recorder is not None:
+            cache._recorder.step(self, layer, ids, step.decode, mask)
         plan = step.plan
         if not plan.empty:
             lease._submit()
@@ -371,7 +405,9 @@ class Request:
     def __enter__(self) -> Request:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close(keep=kind is None)
 
 
@@ -420,10 +456,13 @@ class Lease:
         return torch.from_numpy(self._step.topk_position[begin:end])
 
     def ready(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield ``(expert, slot, tokens)`` for every expert of the step: those already there first, then each as it lands.
+        """Yield ``(expert, slot, tokens)`` for every expert of the step: those already there first, then each as it
+        lands.
 
-        ``tokens`` is an int64 Tensor of row numbers, in the order in which ``torch.where`` lists the expert's one-hot mask: by place
-        among the top k first, then by token. ``weights[name][slot]`` may be read until the next item is asked for. A step that needs
+        ``tokens`` is an int64 Tensor of row numbers, in the order in which ``torch.where`` lists the expert's one-hot
+        mask: by place
+        among the top k first, then by token. ``weights[name][slot]`` may be read until the next item is asked for. A
+        step that needs
         more experts than there are slots runs in waves; the loop does not notice.
 
         Raises
@@ -513,7 +552,9 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.release()
 
 
@@ -537,5 +578,7 @@ def _check_weights(weights: torch.Tensor, ids: torch.Tensor, layer: int) -> None
 
 def _mask(counted: torch.Tensor, tokens: int, layer: int) -> torch.Tensor:
     if counted.dtype is not torch.bool or counted.shape != (tokens,):
-        raise RoutingError(f"layer {layer}: `counted` is {counted.dtype} {tuple(counted.shape)}; expected torch.bool ({tokens},)")
+        raise RoutingError(
+            f"layer {layer}: `counted` is {counted.dtype} {tuple(counted.shape)}; expected torch.bool ({tokens},)"
+        )
     return counted.to("cpu").contiguous()
