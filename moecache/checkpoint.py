@@ -7,6 +7,7 @@ then the tensors' bytes; the header gives every tensor's dtype, shape and byte r
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import re
@@ -339,7 +340,8 @@ class Layout:
 
     def _layer_name(self, layer: int) -> str:
         filled = [_fill(t, layer).split("{expert}")[0] for templates in self.params.values() for t in templates]
-        return os.path.commonprefix(filled).rpartition(".")[0]
+        common = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*filled, strict=False))
+        return "".join(column[0] for column in common).rpartition(".")[0]
 
 
 def _fill(template: str, layer: int, expert: int | str = "{expert}") -> str:
@@ -368,10 +370,9 @@ _GATE_UP_DOWN = {
 
 #: Known layouts by family name.
 PRESETS: Mapping[str, Mapping[str, Sequence[str]]] = {
-    **{
-        name: _GATE_UP_DOWN
-        for name in ("qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe")
-    },
+    **dict.fromkeys(
+        ("qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe"), _GATE_UP_DOWN
+    ),
     "mixtral": {
         "gate_up_proj": [
             "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",

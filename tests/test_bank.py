@@ -45,7 +45,7 @@ def write_checkpoint(folder: Path, layers: tuple[int, ...] = (1, 3), shards: int
         file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
         part = names[shard::shards]
         save_file({name: tensors[name] for name in part}, folder / file)
-        weight_map.update({name: file for name in part})
+        weight_map.update(dict.fromkeys(part, file))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return tensors
 
@@ -80,10 +80,13 @@ def gather(bank: ExpertBank, slots: list[int]) -> list[dict[str, torch.Tensor]]:
 def test_adopts_without_copy() -> None:
     w = unique(EXPERTS, 3, 2)
     bank = ExpertBank.from_tensors([{"w": w}, {"w": [row.clone() for row in w]}], names=["a", "b"])
-    assert bank.copied_bytes == 0 and bank.location == "ram"
-    assert bank.num_experts == (EXPERTS, EXPERTS) and bank.layer_kind == (0, 0)
+    assert bank.copied_bytes == 0
+    assert bank.location == "ram"
+    assert bank.num_experts == (EXPERTS, EXPERTS)
+    assert bank.layer_kind == (0, 0)
     assert bank.kinds == ({"w": ParamSpec((3, 2), torch.float32)},)
-    assert bank.nbytes == 2 * EXPERTS * 24 and bank.expert_nbytes(1) == 24
+    assert bank.nbytes == 2 * EXPERTS * 24
+    assert bank.expert_nbytes(1) == 24
     w[2] = 7.0  # the bank sees the caller's own storage
     assert bank.expert(0, 2)["w"].eq(7).all()
     for gid, moved in enumerate(gather(bank, list(range(8)))):
@@ -120,13 +123,16 @@ def test_opaque_bytes_and_all_tensors_of_an_expert() -> None:
                 if (tensor[index].dim())
                 else moved[param].item() == tensor[index].item() or tensor[index].isnan()
             )
-            assert moved[param].dtype == tensor.dtype and moved[param].shape == tensor[index].shape
+            assert moved[param].dtype == tensor.dtype
+            assert moved[param].shape == tensor[index].shape
 
 
 def test_ragged_layers_and_kinds() -> None:
     layers = [{"w": unique(8, 3, 2)}, {"w": unique(16, 3, 2)}, {"w": unique(4, 5, 2)}, {"w": unique(8, 3, 2)}]
     bank = ExpertBank.from_tensors(layers)
-    assert bank.num_experts == (8, 16, 4, 8) and bank.layer_kind == (0, 0, 1, 0) and len(bank.kinds) == 2
+    assert bank.num_experts == (8, 16, 4, 8)
+    assert bank.layer_kind == (0, 0, 1, 0)
+    assert len(bank.kinds) == 2
     moved = gather(bank, list(range(36)))
     expected = [row for layer in layers for row in layer["w"]]
     assert all(same_bytes(m["w"], row) for m, row in zip(moved, expected, strict=True))
@@ -137,7 +143,8 @@ def test_ragged_layers_and_kinds() -> None:
 def test_safetensors_extents(tmp_path: Path, location: str, shards: int) -> None:
     tensors = write_checkpoint(tmp_path, shards=shards)
     bank = ExpertBank.from_safetensors(tmp_path, "qwen3_moe", location=location)
-    assert bank.location == location and bank.num_experts == (EXPERTS, EXPERTS)
+    assert bank.location == location
+    assert bank.num_experts == (EXPERTS, EXPERTS)
     assert bank.layer_names == ("model.layers.1.mlp.experts", "model.layers.3.mlp.experts")
     for gid, moved in enumerate(gather(bank, list(range(8)))):
         prefix = f"model.layers.{(1, 3)[gid // 4]}.mlp.experts.{gid % 4}"
@@ -161,7 +168,8 @@ def test_stacked_tensor_and_single_file(tmp_path: Path) -> None:
     save_file({"layers.0.w": stacked, "layers.0.b": bias}, tmp_path / "a.safetensors")
     bank = ExpertBank.from_safetensors(tmp_path / "a.safetensors", {"w": "layers.{layer}.w", "b": ["layers.{layer}.b"]})
     for index, moved in enumerate(gather(bank, [0, 1, 2, 3])):
-        assert same_bytes(moved["w"], stacked[index]) and same_bytes(moved["b"], bias[index])
+        assert same_bytes(moved["w"], stacked[index])
+        assert same_bytes(moved["b"], bias[index])
 
 
 def test_chosen_layers_only(tmp_path: Path) -> None:
@@ -208,7 +216,7 @@ DOWN_2 = "model.layers.1.mlp.experts.2.down_proj.weight"
 def test_missing_shard(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="model-00002-of-00002.safetensors: missing shard"):
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002.safetensors: missing shard"):
         ExpertBank.from_safetensors(tmp_path, "qwen3_moe")
 
 
@@ -266,9 +274,9 @@ def test_no_match_and_unknown_layout(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="no tensor matches"):
         ExpertBank.from_safetensors(tmp_path, "mixtral")
-    with pytest.raises(CheckpointError, match="unknown layout 'nope'; known: .*qwen3_moe"):
+    with pytest.raises(CheckpointError, match=r"unknown layout 'nope'; known: .*qwen3_moe"):
         ExpertBank.from_safetensors(tmp_path, "nope")
-    with pytest.raises(CheckpointError, match="must hold {layer} once"):
+    with pytest.raises(CheckpointError, match=r"must hold {layer} once"):
         Layout({"w": ["layers.0.w"]})
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="no safetensors file"):

@@ -44,7 +44,7 @@ def test_attach_detach_attach(mixtral: Path, bank: str) -> None:
             assert torch.equal(model(IDS).logits, eager(IDS).logits)
         moecache.detach(model)
         assert not hasattr(model, "moecache")
-    with pytest.raises(AttachError, match="not in memory; call moecache.attach"), torch.no_grad():
+    with pytest.raises(AttachError, match="are not in memory"), torch.no_grad():
         model(IDS)
     with pytest.raises(AttachError, match="not attached"):
         moecache.detach(model)
@@ -64,9 +64,16 @@ def test_family_that_ignores_the_interface_is_named() -> None:
     from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
 
     config = SwitchTransformersConfig(
-        vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_heads=2, num_layers=2, num_sparse_encoder_layers=1, num_experts=2
+        vocab_size=32,
+        d_model=16,
+        d_kv=8,
+        d_ff=16,
+        num_heads=2,
+        num_layers=2,
+        num_sparse_encoder_layers=1,
+        num_experts=2,
     )
-    with pytest.raises(UnsupportedModelError, match="no module uses .* found SwitchTransformers.*Expert"):
+    with pytest.raises(UnsupportedModelError, match=r"no module uses .* found SwitchTransformers.*Expert"):
         moecache.attach(SwitchTransformersForConditionalGeneration(config))
 
 
@@ -162,7 +169,7 @@ def test_parameter_of_a_tensor_subclass_is_refused(mixtral: Path) -> None:
 def test_casts_are_refused(mixtral: Path, cast) -> None:
     model = load_empty(mixtral)
     moecache.attach(model, 4)
-    with pytest.raises(AttachError, match="an attached model cannot go from torch.float32"):
+    with pytest.raises(AttachError, match=r"an attached model cannot go from torch\.float32"):
         cast(model)
     assert {param.dtype for param in model.parameters()} == {torch.float32}
     assert model.to("cpu") is model
@@ -256,15 +263,13 @@ def test_threads_run_requests_side_by_side(mixtral: Path) -> None:
     prompts = [torch.randint(2, 96, (1, n), generator=torch.Generator().manual_seed(n)) for n in (3, 5, 8)]
     with torch.no_grad():
         expected = [eager(prompt).logits for prompt in prompts]
-    wrong: list[BaseException | int] = []
+    wrong: list[BaseException] = []
 
     @torch.no_grad()
     def run(number: int) -> None:
         try:
-            for _ in range(15):
-                if not torch.equal(model(prompts[number]).logits, expected[number]):
-                    wrong.append(number)
-        except BaseException as error:  # noqa: BLE001
+            assert all(torch.equal(model(prompts[number]).logits, expected[number]) for _ in range(15))
+        except BaseException as error:
             wrong.append(error)
 
     threads = [threading.Thread(target=run, args=(n,)) for n in range(len(prompts))]

@@ -18,7 +18,8 @@ from ..bank import ExpertBank
 from ..cache import ExpertCache
 from ..checkpoint import CheckpointIndex
 from ..errors import AttachError, UnsupportedModelError
-from .experts import NAME, ExpertsLayer, Form, LayerState, choose_form, discover
+from .experts import NAME, ExpertsLayer, LayerState, discover
+from .forms import Form, choose_form
 from .requests import Requests
 
 __all__ = ["Attachment", "attach", "detach", "load"]
@@ -121,7 +122,7 @@ def load(
     cls = getattr(transformers, architecture, AutoModelForCausalLM)
     model = cls.from_pretrained(path, experts_implementation=NAME, **options)
     attach(model, capacity, bank=bank, **cache_options)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 class Attachment:
@@ -142,9 +143,10 @@ class Attachment:
                 if param.device.type != "meta":
                     layer.module._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=False)
             layer.module._moecache = LayerState(self, number, form)  # type: ignore[assignment]
+            module: Any = layer.module
             self._handles += [
-                layer.module.register_state_dict_post_hook(_StreamBack(self, number)),
-                layer.module.register_load_state_dict_pre_hook(_refuse_load),
+                module.register_state_dict_post_hook(_StreamBack(self, number)),
+                module.register_load_state_dict_pre_hook(_refuse_load),
             ]
         self._switch_implementation()
         self._handles.append(self.model.register_forward_pre_hook(self.requests.before_forward, with_kwargs=True))
@@ -173,8 +175,8 @@ class Attachment:
         return self
 
     def _switch_implementation(self) -> None:
-        configs = {id(c): c for c in [self.model.config, *(layer.module.config for layer in self.layers)]}
-        for config in configs.values():
+        found: list[Any] = [self.model.config, *(layer.module.config for layer in self.layers)]
+        for config in {id(config): config for config in found}.values():
             self._implementations.append((config, config._experts_implementation))
             config._experts_implementation_internal = NAME
 
@@ -201,8 +203,8 @@ class _ApplyGuard:
             if changed.dtype != dtype or changed.device != device:
                 raise AttachError(
                     f"an attached model cannot go from {dtype} on {device} to {changed.dtype} on {changed.device}: its "
-                    "experts stay as the bank holds them; call moecache.detach(model) first, or load it with that dtype "
-                    "and device"
+                    "experts stay as the bank holds them; call moecache.detach(model) first, or load it with that "
+                    "dtype and device"
                 )
         return self._module
 
@@ -242,12 +244,14 @@ def _refuse_switch(experts_implementation: Any) -> None:
 def _check_attachable(model: PreTrainedModel, layers: list[ExpertsLayer]) -> None:
     if "_moecache_attachment" in model.__dict__ or any("_moecache" in layer.module.__dict__ for layer in layers):
         raise AttachError(f"this {type(model).__name__} is attached already; call moecache.detach(model) first")
-    wrapped = {id(base) for module in model.modules() if isinstance(base := getattr(module, "base_layer", None), nn.Module)}
+    wrapped = {
+        id(base) for module in model.modules() if isinstance(base := getattr(module, "base_layer", None), nn.Module)
+    }
     for name, module in model.named_modules():
         if hasattr(module, "_hf_hook"):
             raise AttachError(
-                f"accelerate has hooks on {name or 'the model'} (device_map offloading), which would move what the cache "
-                "moves; load without offloading, or call accelerate.hooks.remove_hook_from_submodules(model)"
+                f"accelerate has hooks on {name or 'the model'} (device_map offloading), which would move what the "
+                "cache moves; load without offloading, or call accelerate.hooks.remove_hook_from_submodules(model)"
             )
     for layer in layers:
         if id(layer.module) in wrapped or parametrize.is_parametrized(layer.module):

@@ -1,33 +1,24 @@
-"""Experts modules: which ones a model has, how one of their experts is computed, and the forward that replaces theirs.
-
-A product of one token and one expert is computed with the rows, in the order and by the operations of the class's own
-eager forward, and added to the result in ascending order of experts, so the result is equal to it bit by bit whatever
-was cached and whatever order the experts arrive in.
-"""
+"""Experts modules: which ones a model has, and the forward that replaces theirs."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
-from ..bank import ParamSpec
 from ..errors import AttachError, UnsupportedModelError
+from .forms import Form, combine, stock_forward
 
 if TYPE_CHECKING:
     from .attach import Attachment
 
-__all__ = ["ExpertsLayer", "LayerState", "choose_form", "discover", "register"]
+__all__ = ["NAME", "ExpertsLayer", "LayerState", "discover", "register"]
 
 NAME = "moecache"
-
-Weights = Mapping[str, torch.Tensor]
 
 
 class ExpertsLayer(NamedTuple):
@@ -46,13 +37,6 @@ class LayerState(NamedTuple):
     form: Form
 
 
-class Form(NamedTuple):
-    """How a class computes: the product of rows with one expert, and the dtype it sums products in."""
-
-    product: Callable[[nn.Module, Weights, int, torch.Tensor, torch.Tensor], torch.Tensor]
-    sums_in_weights_dtype: bool
-
-
 def register() -> None:
     """Make ``experts_implementation="moecache"`` known to transformers; a second call changes nothing."""
     ExpertsInterface.register(NAME, experts_forward)
@@ -68,7 +52,7 @@ def discover(model: nn.Module) -> list[ExpertsLayer]:
     """
     layers = []
     for name, module in model.named_modules():
-        if not _dispatches(type(module)):
+        if not _dispatches(type(module)):  # type: ignore[arg-type]
             continue
         count = module.num_experts
         params = {
@@ -92,19 +76,15 @@ def discover(model: nn.Module) -> list[ExpertsLayer]:
     return layers
 
 
-def _dispatches(cls: type[nn.Module]) -> bool:
-    forward = cls.__dict__.get("forward") or getattr(cls, "forward", None)
+@functools.cache
+def _dispatches(cls: Any) -> bool:
+    forward = cls.forward
     if not hasattr(forward, "__wrapped__") or not hasattr(cls, "_apply_gate"):
         return False
     return inspect.getclosurevars(forward).nonlocals.get("experts_interface") is ALL_EXPERTS_FUNCTIONS
 
 
-def stock_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
-    """The class's own eager forward, below transformers' dispatch."""
-    return type(module).forward.__wrapped__  # type: ignore[attr-defined,no-any-return]
-
-
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def experts_forward(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -141,7 +121,7 @@ def experts_forward(
     with torch.no_grad():
         result = _routed(self, state, hidden_states, top_k_index, top_k_weights)
     if hidden_states.requires_grad or top_k_weights.requires_grad:
-        return _InferenceOnly.apply(result, hidden_states, top_k_weights)  # type: ignore[no-any-return]
+        return _InferenceOnly.apply(result, hidden_states, top_k_weights)  # type: ignore[no-any-return,no-untyped-call]
     return result
 
 
@@ -155,72 +135,6 @@ def _routed(
     request, decode, counted = state.attachment.requests.current(state.layer, top_k_index.shape[0])
     with request.route(state.layer, top_k_index, decode=decode, counted=counted) as lease:
         return combine(self, state.form, lease, hidden_states, top_k_index, top_k_weights)
-
-
-def combine(
-    module: nn.Module,
-    form: Form,
-    lease: Any,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-) -> torch.Tensor:
-    """Compute each expert as the lease yields it; sum in ascending order of experts."""
-    dtype = top_k_weights.dtype if form.sums_in_weights_dtype else hidden_states.dtype
-    result = torch.zeros_like(hidden_states, dtype=dtype)
-    experts = lease.experts
-    if top_k_index.shape[0] == 1 and len(experts) == top_k_index.shape[1]:
-        _combine_one_token(module, form, lease, hidden_states, top_k_index, top_k_weights, result)
-        return result.to(hidden_states.dtype)
-    product, weights = form.product, lease.weights
-    early: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    turn = 0
-    on_host = result.device.type == "cpu"
-    for expert, slot, tokens in lease.ready():
-        positions = lease.positions
-        if not on_host:
-            tokens, positions = tokens.to(result.device), positions.to(result.device)
-        scale = top_k_weights[tokens, positions, None]
-        value = product(module, weights, slot, hidden_states[tokens], scale).to(dtype)
-        if expert != experts[turn]:
-            early[expert] = tokens, value
-            continue
-        result.index_add_(0, tokens, value)
-        turn += 1
-        while early and experts[turn] in early:
-            result.index_add_(0, *early.pop(experts[turn]))
-            turn += 1
-    return result.to(hidden_states.dtype)
-
-
-def _combine_one_token(
-    module: nn.Module,
-    form: Form,
-    lease: Any,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    result: torch.Tensor,
-) -> None:
-    """The same for one token with K distinct experts: no gather and no scatter is needed."""
-    ids = top_k_index[0].tolist()
-    scales = top_k_weights.split(1, dim=1)
-    product, weights, dtype = form.product, lease.weights, result.dtype
-    experts = lease.experts
-    early: dict[int, torch.Tensor] = {}
-    turn = 0
-    for expert, slot, _ in lease.ready():
-        value = product(module, weights, slot, hidden_states, scales[ids.index(expert)])
-        if value.dtype != dtype:
-            value = value.to(dtype)
-        if expert != experts[turn]:
-            early[expert] = value
-            continue
-        result.add_(value)
-        turn += 1
-        while early and experts[turn] in early:
-            result.add_(early.pop(experts[turn]))
-            turn += 1
 
 
 class _InferenceOnly(torch.autograd.Function):
@@ -240,144 +154,7 @@ def _unattached(
 ) -> torch.Tensor:
     if any(param.device.type == "meta" for param in module.parameters(recurse=False)):
         raise AttachError(
-            f"the experts of this {type(module).__name__} are not in memory; call moecache.attach(model) before running it"
+            f"the experts of this {type(module).__name__} are not in memory; "
+            "call moecache.attach(model) before running it"
         )
     return stock_forward(module)(module, hidden_states, top_k_index, top_k_weights)
-
-
-def _plain(
-    module: nn.Module, weights: Weights, slot: int, rows: torch.Tensor, scale: torch.Tensor
-) -> torch.Tensor:
-    """The commonest class: gated, without bias, weights ``[out, in]``."""
-    gate_up = linear(rows, weights["gate_up_proj"].select(0, slot))
-    return linear(module._apply_gate(gate_up), weights["down_proj"].select(0, slot)) * scale  # type: ignore[operator]
-
-
-def _by_flags(
-    module: Any, weights: Weights, slot: int, rows: torch.Tensor, scale: torch.Tensor
-) -> torch.Tensor:
-    """A class described by the flags of transformers' decorator."""
-    first = "gate_up_proj" if module.has_gate else "up_proj"
-    inner = _project(module, weights, first, slot, rows)
-    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-    out = _project(module, weights, "down_proj", slot, inner)
-    if module.has_post_expert_norm:
-        out = module.post_expert_norm(out)
-    return out * scale
-
-
-def _project(module: Any, weights: Weights, name: str, slot: int, rows: torch.Tensor) -> torch.Tensor:
-    weight = weights[name].select(0, slot)
-    if module.is_transposed:
-        out = rows @ weight
-        return out + weights[name + "_bias"].select(0, slot) if module.has_bias else out
-    return linear(rows, weight, weights[name + "_bias"].select(0, slot) if module.has_bias else None)
-
-
-def _by_stock(
-    module: nn.Module, weights: Weights, slot: int, rows: torch.Tensor, scale: torch.Tensor
-) -> torch.Tensor:
-    """Any class: its own eager forward on a stand-in with this one expert."""
-    one = _StandIn(module, {name: tensor[slot : slot + 1] for name, tensor in weights.items()}, 1)
-    index = torch.zeros((rows.shape[0], 1), dtype=torch.long, device=rows.device)
-    return stock_forward(module)(one, rows, index, scale)
-
-
-class _StandIn:
-    """An experts module with other expert parameters; all else is the module's."""
-
-    def __init__(self, module: nn.Module, params: Mapping[str, torch.Tensor], num_experts: int) -> None:
-        self.__dict__.update(params)
-        self._module = module
-        self.num_experts = num_experts
-
-    def __getattr__(self, name: str) -> Any:
-        member = inspect.getattr_static(type(self._module), name, None)
-        if inspect.isfunction(member):
-            return member.__get__(self)
-        return getattr(self._module, name)
-
-
-class _Shuffled:
-    """A lease on a few experts that are all there, yielded in descending order, to check a form with."""
-
-    def __init__(self, weights: Weights, ids: torch.Tensor) -> None:
-        self.weights = weights
-        self.experts: list[int] = ids.unique().tolist()
-        self._ids = ids
-        self.positions: torch.Tensor
-
-    def ready(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        for expert in reversed(self.experts):
-            self.positions, tokens = torch.where(self._ids.t() == expert)
-            yield expert, expert, tokens
-
-
-def choose_form(module: nn.Module, specs: Mapping[str, ParamSpec], device: torch.device) -> Form:
-    """The cheapest way to compute this class that equals its own eager forward bit by bit on random rows.
-
-    Raises
-    ------
-    UnsupportedModelError
-        There is none.
-    """
-    quantised = {name: spec.dtype for name, spec in specs.items() if spec.dtype.itemsize < 2 or not spec.dtype.is_floating_point}
-    if quantised:
-        raise UnsupportedModelError(f"{type(module).__name__}: experts of {quantised} cannot be computed; expected floats")
-    reasons = []
-    for shrink in (_common_factor(specs), 1):
-        for form in _forms(module, specs):
-            try:
-                if _equals_stock(module, form, specs, shrink, device):
-                    return form
-            except (RuntimeError, AttributeError, KeyError, TypeError, IndexError, ValueError) as error:
-                reasons.append(f"{form.product.__name__}: {error}")
-        if shrink == 1:
-            break
-    detail = f" ({reasons[-1]})" if reasons else ""
-    raise UnsupportedModelError(
-        f"{type(module).__name__}: no way was found to compute one expert at a time with the bits of its own forward{detail}"
-    )
-
-
-def _forms(module: Any, specs: Mapping[str, ParamSpec]) -> Iterable[Form]:
-    plain_flags = module.has_gate and not (module.has_bias or module.is_transposed or module.has_post_expert_norm)
-    if plain_flags and set(specs) == {"gate_up_proj", "down_proj"}:
-        yield Form(_plain, False)
-    yield Form(_by_flags, False)
-    yield Form(_by_flags, True)
-    yield Form(_by_stock, False)
-
-
-def _common_factor(specs: Mapping[str, ParamSpec]) -> int:
-    """By how much all sizes can shrink and keep their ratios; multiples of 16 remain."""
-    return max(1, math.gcd(*(size for spec in specs.values() for size in spec.shape)) // 16)
-
-
-@torch.no_grad()
-def _equals_stock(
-    module: nn.Module, form: Form, specs: Mapping[str, ParamSpec], shrink: int, device: torch.device
-) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    experts = 3
-
-    def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype=dtype, device=device)
-
-    weights = {
-        name: random(experts, *(size // shrink for size in spec.shape), dtype=spec.dtype) for name, spec in specs.items()
-    }
-    stand_in = _StandIn(module, weights, experts)
-    dtype = next(iter(weights.values())).dtype
-    hidden = weights["down_proj"].shape[-1 if getattr(module, "is_transposed", False) else 1]
-    for tokens in (1, 3, 17):
-        for top_k in (1, 2):
-            rows = random(tokens, hidden, dtype=dtype)
-            ids = torch.rand((tokens, experts), generator=generator).argsort(dim=1)[:, :top_k].to(device)
-            for scale_dtype in {dtype, torch.float32}:
-                scale = random(tokens, top_k, dtype=scale_dtype)
-                expected = stock_forward(module)(stand_in, rows, ids, scale)
-                found = combine(module, form, _Shuffled(weights, ids), rows, ids, scale)
-                if found.dtype != expected.dtype or not torch.equal(found, expected):
-                    return False
-    return True

@@ -64,7 +64,9 @@ class PendingExperts:
         """Why the checkpoint's bytes are not the parameters' bytes, or None if they are."""
         if self.quantizer is not None:
             method = self.quantizer.quantization_config.quant_method
-            return f"the checkpoint is quantised ({getattr(method, 'value', method)}) and is converted when it is loaded"
+            return (
+                f"the checkpoint is quantised ({getattr(method, 'value', method)}) and is converted when it is loaded"
+            )
         for name, params in self.layers:
             for param, (shape, dtype) in params.items():
                 reason = self._why_not_plain(f"{name}.{param}", shape, dtype)
@@ -92,9 +94,7 @@ class PendingExperts:
         names = [name for name, _ in self.layers]
         reason = self.why_not_disk()
         if reason is None:
-            layers = [
-                {param: self._pieces(f"{name}.{param}") for param in params} for name, params in self.layers
-            ]
+            layers = [{param: self._pieces(f"{name}.{param}") for param in params} for name, params in self.layers]
             bank = ExpertBank.from_safetensors(self.index, layers, location=location, names=names)  # type: ignore[arg-type]
             self._check_shapes(bank)
             return bank
@@ -124,12 +124,14 @@ class PendingExperts:
                     source = self.conversions[f"{name}.{param}"].names[0]
                     raise CheckpointError(
                         f"{name}.{param}: the checkpoint's tensors ({source!r} and others) make "
-                        f"{(bank.num_experts[layer], *spec.shape)}, {spec.dtype}; the model expects {tuple(shape)}, {dtype}"
+                        f"{(bank.num_experts[layer], *spec.shape)}, {spec.dtype}; "
+                        f"the model expects {tuple(shape)}, {dtype}"
                     )
 
     def _convert(self, conversion: Conversion, model: nn.Module) -> dict[str, torch.Tensor]:
         dtypes = {f"{name}.{param}": dtype for name, params in self.layers for param, (_, dtype) in params.items()}
         shapes = {f"{name}.{param}": shape for name, params in self.layers for param, (shape, _) in params.items()}
+        mapping: Any
         if conversion.transform is None:
             mapping = WeightRenaming(conversion.names[0], conversion.renamed)
         else:
@@ -143,7 +145,8 @@ class PendingExperts:
             tensor = value[0] if isinstance(value, list) else value
             if target in dtypes and (tensor.shape != shapes[target] or tensor.dtype != dtypes[target]):
                 raise CheckpointError(
-                    f"{target}: converting {conversion.names[0]!r} and others made {tuple(tensor.shape)}, {tensor.dtype}; "
+                    f"{target}: converting {conversion.names[0]!r} and others made "
+                    f"{tuple(tensor.shape)}, {tensor.dtype}; "
                     f"the model expects {tuple(shapes[target])}, {dtypes[target]}"
                 )
             result[target] = tensor.detach().contiguous()
@@ -183,17 +186,18 @@ def keep_experts_out() -> None:
             rest: dict[str, Any] = {}
             for file in pending.index.files:
                 handle = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
-                rest.update({key: handle.get_slice(key) for key in handle.keys() if key not in kept_out})  # noqa: SIM118
+                names = set(handle.keys()) - kept_out
+                rest.update({name: handle.get_slice(name) for name in names})
             info, offload_index = stock(model, rest, checkpoint_files, load_config, expected)
         info.missing_keys.difference_update(pending.conversions)
         for layer in layers:
             for param in layer.params.values():
                 param._is_hf_initialized = True  # type: ignore[attr-defined]  # or transformers would fill them
-        model._moecache_pending = pending
+        model.__dict__["_moecache_pending"] = pending
         return info, offload_index
 
     load._keeps_experts_out = True  # type: ignore[attr-defined]
-    PreTrainedModel._load_pretrained_model = staticmethod(load)
+    setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(load))  # noqa: B010
 
 
 def _requested(model: PreTrainedModel) -> list[ExpertsLayer]:
@@ -205,13 +209,15 @@ def _requested(model: PreTrainedModel) -> list[ExpertsLayer]:
     return [
         layer
         for layer in layers
-        if layer.module.config._experts_implementation == NAME
+        if getattr(layer.module.config, "_experts_implementation", None) == NAME
         and all(param.device.type == "meta" for param in layer.params.values())
     ]
 
 
-def _locate(model: PreTrainedModel, layers: list[ExpertsLayer], index: CheckpointIndex, load_config: Any) -> PendingExperts:
-    """Apply transformers' renamings and converters to the checkpoint's names, as its loader does, and keep the experts'."""
+def _locate(
+    model: PreTrainedModel, layers: list[ExpertsLayer], index: CheckpointIndex, load_config: Any
+) -> PendingExperts:
+    """Apply transformers' renamings and converters to the checkpoint's names, as its loader does; keep the experts'."""
     mapping = load_config.weight_mapping or []
     trial = deepcopy(mapping)  # matching changes a transform's state
     renamings = [entry for entry in trial if isinstance(entry, WeightRenaming)]
@@ -238,7 +244,13 @@ def _locate(model: PreTrainedModel, layers: list[ExpertsLayer], index: Checkpoin
         entry._was_used = entry._was_used or tried._was_used
     pending = PendingExperts(
         index,
-        [(layer.name, {key: (p.shape, _dtype(p, f"{layer.name}.{key}", load_config)) for key, p in layer.params.items()}) for layer in layers],
+        [
+            (
+                layer.name,
+                {key: (p.shape, _dtype(p, f"{layer.name}.{key}", load_config)) for key, p in layer.params.items()},
+            )
+            for layer in layers
+        ],
         conversions,
         load_config.hf_quantizer,
     )

@@ -92,9 +92,12 @@ class Requests:
 def _holds_tokens(past: Any) -> bool:
     if past is None:
         return False
-    if hasattr(past, "get_seq_length"):
+    try:
         return int(past.get_seq_length()) > 0
-    return len(past) > 0
+    except ValueError:  # a cache of linear-attention layers only
+        return bool(past.has_previous_state())
+    except AttributeError:  # a tuple of tensors
+        return len(past) > 0
 
 
 def _counted(mask: Any, length: int | None) -> torch.Tensor | None:

@@ -1,0 +1,204 @@
+"""Every experts class that transformers dispatches, and whole tiny models of all families that can be made so."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+import moecache
+import moecache.hf
+from moecache.bank import ParamSpec
+from moecache.errors import UnsupportedModelError
+from moecache.hf.experts import discover
+from moecache.hf.forms import choose_form
+
+torch.set_num_threads(1)  # the models are tiny: a second thread would only wait at barriers
+
+MODELS = Path(transformers.__file__).parent / "models"
+CLASSES = [
+    (f"transformers.models.{file.parent.name}.{file.stem}", name)
+    for file in sorted(MODELS.glob("*/modeling_*.py"))
+    for name in re.findall(r"^@use_experts_implementation[^\n]*\nclass (\w+)", file.read_text(), re.MULTILINE)
+]
+
+
+class AnySize:
+    """A configuration that has a small answer to whatever an experts class asks for."""
+
+    _experts_implementation = "eager"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if "expert" in name and ("num" in name or name.startswith("n_")):
+            return 4
+        if "act" in name:
+            return "silu"
+        if "intermediate" in name:
+            return 32
+        if "size" in name or "dim" in name:
+            return 16
+        return 1e-6 if "eps" in name else 1.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("module_name", "class_name"), CLASSES, ids=[name for _, name in CLASSES])
+def test_every_class_has_a_bit_equal_form(module_name: str, class_name: str, dtype: torch.dtype) -> None:
+    module = getattr(importlib.import_module(module_name), class_name)(AnySize()).to(dtype)
+    with torch.no_grad():
+        for param in module.parameters():
+            param.normal_(0.0, 0.3)
+    (layer,) = discover(module)
+    specs = {name: ParamSpec(tuple(p.shape[1:]), p.dtype) for name, p in layer.params.items()}
+    form = choose_form(module, specs, torch.device("cpu"))
+    # The slow way through the class's own forward is for classes to come, and for one that computes in float32.
+    assert form.product.__name__ in ("_plain", "_by_flags") or class_name == "OpenAIPrivacyFilterExperts"
+
+
+def test_class_of_an_unknown_form_runs_through_its_own_forward() -> None:
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    class Doubled(MixtralExperts):
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            raise NotImplementedError
+
+    stock = MixtralExperts.forward.__wrapped__
+
+    def twice(self, hidden_states, top_k_index, top_k_weights):
+        return stock(self, hidden_states, top_k_index, top_k_weights * 2)
+
+    def wrapper(self, *args):
+        return experts_interface.get_interface("eager", None)(self, *args)
+
+    experts_interface = ALL_EXPERTS_FUNCTIONS
+    Doubled.forward = wrapper
+    Doubled.forward.__wrapped__ = twice
+    module = Doubled(AnySize())
+    (layer,) = discover(module)
+    specs = {name: ParamSpec(tuple(p.shape[1:]), p.dtype) for name, p in layer.params.items()}
+    assert choose_form(module, specs, torch.device("cpu")).product.__name__ == "_by_stock"
+    Doubled.forward.__wrapped__ = lambda self, hidden_states, *_: hidden_states.sum().expand_as(hidden_states)
+    with pytest.raises(UnsupportedModelError, match="no way was found to compute one expert at a time"):
+        choose_form(module, specs, torch.device("cpu"))
+
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 6),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts"), 1),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
+    "shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "moe_layer_start_index": 0,
+    "moe_layer_end_index": -1,
+    "num_nextn_predict_layers": 0,
+}
+# Those whose configuration takes the sizes above as they are; the classes of all others are checked above.
+WHOLE_MODELS = [
+    "afmoe",
+    "aria_text",
+    "axk1",
+    "cohere2_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "dots1",
+    "ernie4_5_moe",
+    "exaone_moe",
+    "flex_olmo",
+    "glm4_moe",
+    "gpt_oss",
+    "granitemoe",
+    "granitemoe_swa",
+    "granitemoeshared",
+    "hunyuan_v1_moe",
+    "hy_v3",
+    "hy_v4",
+    "kolibri1",
+    "laguna",
+    "lara_mini",
+    "mellum",
+    "mimo_v2_flash",
+    "minimax",
+    "minimax_m2",
+    "mixtral",
+    "olmoe",
+    "phimoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "solar_open",
+]
+
+
+@pytest.mark.parametrize("family", WHOLE_MODELS)
+@torch.no_grad()
+def test_whole_model(family: str) -> None:
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    cls = transformers.CONFIG_MAPPING[family]
+    known = {*inspect.signature(cls.__init__).parameters, *getattr(cls, "attribute_map", {})}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        cls(**{name: size for name, size in SMALL.items() if name in known})
+    ).eval()
+    for param in model.parameters():
+        if param.dim() > 1:
+            param.normal_(0.0, 0.2)
+    model.set_experts_implementation("eager")
+    ids = torch.randint(3, 60, (2, 6))
+    expected = model(ids).logits
+    with moecache.attach(model, 3) as cache:
+        assert torch.equal(model(ids).logits, expected)
+        stats = cache.stats()
+        assert stats.misses > 0
+        assert stats.evictions > 0
+        assert stats.resident_bytes < stats.expert_bytes_total
+        moecache.detach(model)
+    assert torch.equal(model(ids).logits, expected)
+
+
+def test_language_experts_of_a_multimodal_model() -> None:
+    """Experts are found as modules, however deep the configuration nests."""
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    text = {name: SMALL[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size")}
+    text |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    text |= {"num_experts": 6, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "pad_token_id": 0}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    vision |= {"deepstack_visual_indexes": [0]}
+    torch.manual_seed(0)
+    model = Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(text_config=text, vision_config=vision)).eval()
+    model.set_experts_implementation("eager")
+    ids = torch.randint(3, 60, (1, 6))
+    with torch.no_grad():
+        expected = model(ids).logits
+        cache = moecache.attach(model, 3)
+        assert cache.bank.layer_names == tuple(f"model.language_model.layers.{n}.mlp.experts" for n in range(2))
+        assert torch.equal(model(ids).logits, expected)
+    assert cache.stats().evictions > 0
