@@ -1,4 +1,4 @@
-"""What a CUDA device adds: the rate of the link against one plain copy, and decode timing. A script, not a pytest benchmark.
+"""What a CUDA device adds: the rate of the link against one plain copy, and decode timing. A script of its own.
 
 python bench/bench_device.py [--json FILE]
 """
@@ -51,8 +51,9 @@ def engine_rate(expert_nbytes: int, experts: int, rounds: int = 10) -> float:
 
 def decode_rate(capacity: float | None) -> float:
     """Tokens per second of the tiny model; None: fully resident."""
-    import moecache.hf
     from transformers import AutoModelForCausalLM
+
+    import moecache.hf
 
     implementation = "eager" if capacity is None else "moecache"
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype="auto", experts_implementation=implementation).cuda()

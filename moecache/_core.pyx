@@ -1,7 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 """The room that decides: activation counts, history match, chance of use, victims, prefetches, the slot table.
 
-No torch, no I/O, no threads. A call of a few microseconds keeps the GIL, which is also what makes each decision atomic between
+No torch, no I/O, no threads. A call of a few microseconds keeps the GIL, which is also what makes each decision atomic
+between
 Python threads; the grouping of a long prompt's ids, which touches nothing shared, releases it.
 """
 
@@ -16,8 +17,8 @@ from libc.string cimport memmove, memset
 from moecache.errors import LeaseError, RoutingError
 
 cdef extern from "_match.h" nogil:
-    void moe_add_columns(int64_t *dots, const uint8_t *columns, ptrdiff_t stride, const int32_t *gids, const int32_t *weights, int k,
-                         int wide, ptrdiff_t n)
+    void moe_add_columns(int64_t *dots, const uint8_t *columns, ptrdiff_t stride, const int32_t *gids,
+                         const int32_t *weights, int k, int wide, ptrdiff_t n)
     ptrdiff_t moe_best(const int64_t *dots, const float *inverse_norm, ptrdiff_t n, float *value)
 
 cdef extern from *:
@@ -26,7 +27,8 @@ cdef extern from *:
     """
     int32_t moe_load_acquire(int32_t *p) nogil
 
-# Decay per token of the two frequencies, and what each feature weighs in the chance of use (docs/policies.md has the replay behind them).
+# Decay per token of the two frequencies, and what each feature weighs in the chance of use (docs/policies.md has the
+# replay behind them).
 cdef double FAST = 0.45, SLOW = 0.02
 cdef float WEIGHT_FAST = 0.3, WEIGHT_SLOW = 0.6, WEIGHT_PRIOR = 0.1, CHANCE_FLOOR = 1e-4
 # Pseudo-observations that pull a rarely seen layer transition towards the expert's own frequency.
@@ -36,11 +38,14 @@ cdef double FAR = 1e300
 cdef enum:
     LRU, LFU, EXPECTED_NEXT_USE, MOE_INFINITY, USER, BELADY
 
-POLICY_CODES = {"lru": LRU, "lfu": LFU, "expected-next-use": EXPECTED_NEXT_USE, "moe-infinity": MOE_INFINITY, "user": USER, "belady": BELADY}
+POLICY_CODES = {
+    "lru": LRU, "lfu": LFU, "expected-next-use": EXPECTED_NEXT_USE, "moe-infinity": MOE_INFINITY,
+    "user": USER, "belady": BELADY,
+}
 
 # What a user's score function is given, in this order (moecache.policy documents each).
-FEATURES = ("layer", "now", "num_layers", "distance", "age", "frequency", "request_frequency", "fast", "slow", "prior", "probability",
-            "matched")
+FEATURES = ("layer", "now", "num_layers", "distance", "age", "frequency", "request_frequency", "fast", "slow", "prior",
+            "probability", "matched")
 ctypedef double (*score_function)(const double *) noexcept nogil
 
 cdef enum:
@@ -79,7 +84,8 @@ cdef class Core:
     slots_per_kind : int32 array [kinds]
         Slot numbers run through the kinds in order.
     complete : int32 array [slots]
-        Written by whoever moves the bytes: the generation of the tenant whose bytes are all there, negative when its copy failed.
+        Written by whoever moves the bytes: the generation of the tenant whose bytes are all there, negative when its
+        copy failed.
     policy : str
         A key of `POLICY_CODES`.
     score : int, optional
@@ -88,7 +94,8 @@ cdef class Core:
 
     cdef readonly HistoryStore store
     cdef readonly int32_t num_layers, num_gids, num_slots, num_kinds
-    cdef readonly object slot_expert, slot_generation, slot_pins, complete, layer_demands, layer_hits, probability, last_use
+    cdef readonly object slot_expert, slot_generation, slot_pins, complete, layer_demands, layer_hits, probability
+    cdef readonly object last_use
     cdef int32_t[::1] layer_kind, slot_begin, gid_layer, layer_offset, slot_gid, gid_slot, generation, pins, completed
     cdef int32_t[::1] vacant, vacant_count
     cdef uint8_t[::1] speculative
@@ -105,8 +112,8 @@ cdef class Core:
     cdef readonly int64_t demands, hits, misses, evictions, waves, steps, finished
     cdef int64_t routed_tokens
 
-    def __cinit__(self, HistoryStore store, layer_kind, slots_per_kind, complete, str policy="expected-next-use", uintptr_t score=0,
-                  bint prefetch=True, int32_t top_k=0):
+    def __cinit__(self, HistoryStore store, layer_kind, slots_per_kind, complete, str policy="expected-next-use",
+                  uintptr_t score=0,                  bint prefetch=True, int32_t top_k=0):
         cdef int32_t kind, slot
         self.store = store
         self.num_layers, self.num_gids = store.num_layers, store.num_gids
@@ -171,7 +178,8 @@ cdef class Core:
         if self.current is request:
             self.current = None
         if keep:
-            self.store.add(request.prompt_counts, request.decode_counts, request.prompt_tokens + request.decode_tokens, request)
+            tokens = request.prompt_tokens + request.decode_tokens
+            self.store.add(request.prompt_counts, request.decode_counts, tokens, request)
             self._refresh_prior()
         self.finished += 1
         self._refresh_all()
@@ -179,14 +187,15 @@ cdef class Core:
     cdef void _refresh_prior(self) noexcept:
         # Share of all stored tokens that used the expert, pulled to uniform while few were seen.
         cdef int32_t layer, gid
-        cdef double row, weight
+        cdef double row, weight, seen
         for layer in range(self.num_layers):
             row = 0
             for gid in range(self.layer_offset[layer], self.layer_offset[layer + 1]):
                 row += self.store.total_view[gid]
             weight = row / self.store.tokens if self.store.tokens and row else max(self.prefetcher.top_k, 1)
             for gid in range(self.layer_offset[layer], self.layer_offset[layer + 1]):
-                self.prior[gid] = min(1.0, (self.store.total_view[gid] + 16.0 * weight / self.store.experts[layer]) / (self.store.tokens + 16.0))
+                seen = self.store.total_view[gid] + 16.0 * weight / self.store.experts[layer]
+                self.prior[gid] = min(1.0, seen / (self.store.tokens + 16.0))
 
     cdef void _refresh_all(self) noexcept:
         cdef int32_t layer
@@ -206,14 +215,15 @@ cdef class Core:
         for request in self.requests:
             rows = request.rows
             for gid in range(begin, end):
-                p = min(WEIGHT_FAST * request.fast[gid] + WEIGHT_SLOW * request.slow[gid] + WEIGHT_PRIOR * self.prior[gid] + CHANCE_FLOOR,
-                        <float> 1.0)
+                p = WEIGHT_FAST * request.fast[gid] + WEIGHT_SLOW * request.slow[gid] + WEIGHT_PRIOR * self.prior[gid]
+                p = min(p + CHANCE_FLOOR, <float> 1.0)
                 self.chance[gid - begin] = p
             if rows > 1:
                 for gid in range(begin, end):
                     self.chance[gid - begin] = 1 - pow(1 - self.chance[gid - begin], rows)
             for gid in range(begin, end):
-                self.use[gid] = self.chance[gid - begin] if first else 1 - (1 - self.use[gid]) * (1 - self.chance[gid - begin])
+                p = self.chance[gid - begin]
+                self.use[gid] = p if first else 1 - (1 - self.use[gid]) * (1 - p)
             first = False
         for gid in range(begin, end):
             self.wait[gid] = steps * (1 / self.use[gid] - 1)
@@ -234,12 +244,15 @@ cdef class Core:
 
     cdef inline void _assign(self, int32_t slot, int32_t gid, Plan plan) noexcept:
         cdef int32_t old = self.slot_gid[slot]
+        cdef bint landed = self._is_complete(slot)
         if old >= 0:
             self.gid_slot[old] = -1
-            if self._is_complete(slot):
+            if landed:
                 self.evictions += 1
             else:
                 plan.drop(slot, self.generation[slot])
+        if self.speculative[slot]:
+            self.prefetcher.lost(slot, landed)
         self.slot_gid[slot] = gid
         self.gid_slot[gid] = slot
         self.generation[slot] += 1
@@ -248,6 +261,9 @@ cdef class Core:
     cdef void _discard(self, int32_t slot) noexcept nogil:
         # The tenant's bytes never came: forget it. Holders of a pin give the slot back when they let go.
         if self.slot_gid[slot] >= 0:
+            if self.speculative[slot]:
+                self.speculative[slot] = 0
+                self.prefetcher.lost(slot, False)
             self.gid_slot[self.slot_gid[slot]] = -1
             self.slot_gid[slot] = -1
             if self.pins[slot] == 0:
@@ -297,7 +313,8 @@ cdef class Core:
         return self.current.ratio(gid, layer)
 
     cdef int32_t _find_victims(self, int32_t kind, int32_t wanted, int32_t now, bint speculative) noexcept nogil:
-        # Fills self.found with up to `wanted` slots, first choice first. Unused prefetches are touched only when asked for.
+        # Fills self.found with up to `wanted` slots, first choice first. Unused prefetches are touched only when asked
+        # for.
         cdef int32_t slot, gid
         self.found.clear(wanted)
         for slot in range(self.slot_begin[kind], self.slot_begin[kind + 1]):
@@ -322,8 +339,8 @@ cdef class Core:
 
     # One step
 
-    def route(self, RequestState request, int32_t layer, uintptr_t ids, int itemsize, Py_ssize_t tokens, int k, Py_ssize_t row_stride,
-              Py_ssize_t column_stride, bint decode, uintptr_t counted=0, int64_t sentinel=-1):
+    def route(self, RequestState request, int32_t layer, uintptr_t ids, int itemsize, Py_ssize_t tokens, int k,
+              Py_ssize_t row_stride, Py_ssize_t column_stride, bint decode, uintptr_t counted=0, int64_t sentinel=-1):
         """Count a step, judge it against the cache as it stands, and plan what to move.
 
         Parameters
@@ -386,30 +403,13 @@ cdef class Core:
         self._refresh_layer(step.layer)
 
     cdef void _admit(self, Step step, RequestState request) noexcept:
-        # Classify every expert against the cache as it stood, and pin those already there so that none can be a victim of its own step.
+        # Classify every expert against the cache as it stood, and pin those already there so that none can be a victim
+        # of its own step.
         cdef int i
-        cdef int32_t gid, slot
-        cdef bint there
         for i in range(step.unique):
-            gid = self.layer_offset[step.layer] + step.experts[i]
-            slot = self.gid_slot[gid]
-            if slot >= 0 and moe_load_acquire(&self.completed[slot]) == -self.generation[slot]:
-                self._discard(slot)
-                slot = -1
-            if slot < 0:
-                step.state[i] = DEFERRED
-                step.deferred += 1
-                continue
-            step.hold(i, slot, self.generation[slot])
-            self.pins[slot] += 1
-            there = self._is_complete(slot)
-            if there:
-                step.hits += 1
-            else:
-                step.plan.fetch(gid, slot, self.generation[slot])
-            if self.speculative[slot]:
-                self.prefetcher.used(there)
-                self.speculative[slot] = 0
+            step.state[i] = DEFERRED
+        step.deferred = step.unique
+        step.hits = self._join(step)
         self.prefetcher.settle(self, request.number, step)
         self.demands += step.unique
         self.hits += step.hits
@@ -417,6 +417,34 @@ cdef class Core:
         step.missing = step.unique - step.hits
         self.demands_view[step.layer] += step.unique
         self.hits_view[step.layer] += step.hits
+
+    cdef int _join(self, Step step) noexcept:
+        # Hold those of the step's experts without a slot that have one in the table, be it that another request brought
+        # them since.
+        # Returns how many of them are complete.
+        cdef int i, complete = 0
+        cdef int32_t gid, slot
+        cdef bint there
+        for i in range(step.unique):
+            gid = self.layer_offset[step.layer] + step.experts[i]
+            slot = self.gid_slot[gid]
+            if step.state[i] != DEFERRED or slot < 0:
+                continue
+            if moe_load_acquire(&self.completed[slot]) == -self.generation[slot]:
+                self._discard(slot)
+                continue
+            step.hold(i, slot, self.generation[slot])
+            step.deferred -= 1
+            self.pins[slot] += 1
+            there = self._is_complete(slot)
+            if there:
+                complete += 1
+            else:
+                step.plan.fetch(gid, slot, self.generation[slot])
+            if self.speculative[slot]:
+                self.speculative[slot] = 0
+                self.prefetcher.used(slot, there)
+        return complete
 
     cdef void _serve(self, Step step) noexcept:
         # Give a slot to every missing expert, or, in a step too large for the pool, to as many as there are slots.
@@ -461,23 +489,25 @@ cdef class Core:
             step.first_open += 1
         if not step.deferred or not step.scratch[i]:
             return False
-        j = step.next_deferred(True)
         step.plan.clear()
-        if self.pins[step.slot[i]] > 1:   # another lease reads the slot too
-            return False
-        self._give(step, j, step.slot[i])
-        step.scratch[j] = 1
+        self._join(step)
+        if step.deferred and self.pins[step.slot[i]] == 1:   # no other lease reads the slot
+            j = step.next_deferred(True)
+            self._give(step, j, step.slot[i])
+            step.scratch[j] = 1
         step.plan.export()
-        return True
+        return not step.plan.empty
 
     def retry(self, Step step):
-        """Look again for slots for experts without one. True when `step.plan` holds new fetches.
+        """Look again for slots for experts without one. True when some got one; what to fetch for them is in
+        `step.plan`.
 
-        Called when nothing of the step is under way. The slots of what it has computed are let go first: a lease that waits for others
+        Called when nothing of the step is under way. The slots of what it has computed are let go first: a lease that
+        waits for others
         while they wait for it would never end.
         """
         cdef int32_t n, j
-        cdef int i
+        cdef int i, before = step.deferred
         if not step.deferred:
             return False
         step.plan.clear()
@@ -485,13 +515,14 @@ cdef class Core:
             if step.state[i] == DONE:
                 self._unpin(step.slot[i], step.generation[i])
                 step.generation[i] = 0
+        self._join(step)
         n = self._take_slots(self.layer_kind[step.layer], min(step.deferred, max(2, step.k)), step.layer)
         for j in range(n):
             i = step.next_deferred(True)
             self._give(step, i, self.found.slots[j])
             step.scratch[i] = 1
         step.plan.export()
-        return n > 0
+        return step.deferred < before
 
     def release(self, Step step):
         """Unpin the step's slots. Harmless when called twice."""
@@ -510,7 +541,8 @@ cdef class Core:
 
     def holders(self):
         """list of (layer, expert): experts now pinned by a lease."""
-        return [self.locate(int(self.slot_gid[slot])) for slot in range(self.num_slots) if self.pins[slot] and self.slot_gid[slot] >= 0]
+        return [self.locate(self.slot_gid[slot]) for slot in range(self.num_slots)
+                if self.pins[slot] and self.slot_gid[slot] >= 0]
 
     def locate(self, int32_t gid):
         """(layer, expert) of a global number."""
@@ -521,7 +553,7 @@ cdef class Core:
         return self.slot_expert[self.slot_expert >= 0]
 
     def retained(self, int32_t kind, int32_t count):
-        """int32 array: the slots of up to `count` complete, unpinned experts of a kind that the policy would give up last."""
+        """int32 array: the slots of up to `count` complete, unpinned experts of a kind, those given up last."""
         n = self._find_victims(kind, self.slot_begin[kind + 1] - self.slot_begin[kind], 0, False)
         slots = np.array([self.found.slots[n - 1 - i] for i in range(n)], np.int32)
         return slots[[self._is_complete(slot) for slot in slots]][:count] if n else slots
@@ -546,18 +578,21 @@ cdef class Core:
         self.frequency[:] = old.frequency
         self.layer_demands[:], self.layer_hits[:] = old.layer_demands, old.layer_hits
         self.demands, self.hits, self.misses, self.evictions = old.demands, old.hits, old.misses, old.evictions
-        self.waves, self.steps, self.finished, self.routed_tokens = old.waves, old.steps, old.finished, old.routed_tokens
+        self.waves, self.steps, self.finished = old.waves, old.steps, old.finished
+        self.routed_tokens = old.routed_tokens
         self.prefetcher.inherit(old.prefetcher)
         self._refresh_prior()
         self._refresh_all()
 
     def counters(self):
         """dict of int: monotonic since the start or the last `reset_counters`."""
-        return {"demands": self.demands, "hits": self.hits, "misses": self.misses, "evictions": self.evictions, "waves": self.waves,
-                "steps": self.steps, "tokens": self.routed_tokens, "requests": self.finished, **self.prefetcher.counters()}
+        return {"demands": self.demands, "hits": self.hits, "misses": self.misses, "evictions": self.evictions,
+                "waves": self.waves, "steps": self.steps, "tokens": self.routed_tokens, "requests": self.finished,
+                **self.prefetcher.counters()}
 
     def reset_counters(self):
-        self.demands = self.hits = self.misses = self.evictions = self.waves = self.steps = self.finished = self.routed_tokens = 0
+        self.demands = self.hits = self.misses = self.evictions = 0
+        self.waves = self.steps = self.finished = self.routed_tokens = 0
         self.layer_demands[:] = 0
         self.layer_hits[:] = 0
         self.prefetcher.reset_counters()

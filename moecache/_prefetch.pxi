@@ -3,7 +3,8 @@
 cdef enum:
     MAX_AHEAD = 64
 
-# An expert is worth a transfer ahead of time from this chance on, and only over a victim whose next use is this many tokens later.
+# An expert is worth a transfer ahead of time from this chance on, and only over a victim whose next use is this many
+# tokens later.
 cdef float CHANCE_WANTED = 0.45
 cdef float MARGIN_TOKENS = 1.0
 # Share of prefetches that must prove useful, measured over about the last 64; below it only one step in 16 still tries.
@@ -16,8 +17,7 @@ cdef class Prefetcher:
 
     cdef bint enabled
     cdef int32_t top_k, num_ahead
-    cdef int32_t[MAX_AHEAD] slot
-    cdef int32_t[MAX_AHEAD] generation
+    cdef int32_t[MAX_AHEAD] slot   # exactly those marked speculative
     cdef int64_t[MAX_AHEAD] owner
     cdef int64_t issued, useful, late, wasted, dropped
     cdef double useful_share
@@ -28,7 +28,16 @@ cdef class Prefetcher:
         self.useful_share = 1.0
         self.chance = np.zeros(1, np.float32)
 
-    cdef void used(self, bint in_time) noexcept nogil:
+    cdef void _remove(self, int32_t slot) noexcept nogil:
+        cdef int i
+        for i in range(self.num_ahead):
+            if self.slot[i] == slot:
+                self.num_ahead -= 1
+                self.slot[i], self.owner[i] = self.slot[self.num_ahead], self.owner[self.num_ahead]
+                return
+
+    cdef void used(self, int32_t slot, bint in_time) noexcept nogil:
+        self._remove(slot)
         if in_time:
             self.useful += 1
         else:
@@ -39,44 +48,50 @@ cdef class Prefetcher:
         self.wasted += 1
         self.useful_share -= USEFUL_DECAY * self.useful_share
 
+    cdef void lost(self, int32_t slot, bint landed) noexcept nogil:
+        # Its slot went to another expert, or its copy failed.
+        self._remove(slot)
+        self._waste()
+        if not landed:
+            self.dropped += 1
+
     cdef void settle(self, Core core, int64_t owner, Step step) noexcept:
         # The layer has come: what was fetched for it and not asked for was wrong. What is still on its way is dropped.
         cdef int n = 0, i
         cdef int32_t slot
         for i in range(self.num_ahead):
             slot = self.slot[i]
-            if core.generation[slot] != self.generation[i] or not core.speculative[slot]:
-                continue
             if self.owner[i] == owner and core.gid_layer[core.slot_gid[slot]] == step.layer:
                 self._reject(core, slot, step.plan)
                 continue
-            self.slot[n], self.generation[n], self.owner[n] = slot, self.generation[i], self.owner[i]
+            self.slot[n], self.owner[n] = slot, self.owner[i]
             n += 1
         self.num_ahead = n
 
     cdef void _reject(self, Core core, int32_t slot, Plan plan) noexcept:
         self._waste()
         core.speculative[slot] = 0
-        if not core._is_complete(slot) and core.pins[slot] == 0:
+        if not core._is_complete(slot):
             self.dropped += 1
-            if plan is not None:
-                plan.drop(slot, core.generation[slot])
+            plan.drop(slot, core.generation[slot])
             core._discard(slot)
 
     cdef void forget(self, Core core, int64_t owner) noexcept:
-        # The request ended: nobody waits for its prefetches any more. One still in flight lands and is an ordinary tenant then.
+        # The request ended: nobody waits for its prefetches any more. One still in flight lands and is an ordinary
+        # tenant then.
         cdef int n = 0, i
         for i in range(self.num_ahead):
-            if self.owner[i] == owner and core.generation[self.slot[i]] == self.generation[i] and core.speculative[self.slot[i]]:
+            if self.owner[i] == owner:
                 self._waste()
                 core.speculative[self.slot[i]] = 0
                 continue
-            self.slot[n], self.generation[n], self.owner[n] = self.slot[i], self.generation[i], self.owner[i]
+            self.slot[n], self.owner[n] = self.slot[i], self.owner[i]
             n += 1
         self.num_ahead = n
 
     cdef void _forecast(self, Core core, RequestState request, Step step, int32_t target) noexcept:
-        # Chance that each expert of the layer after this one is used: mean of the transitions from the experts just routed, or the
+        # Chance that each expert of the layer after this one is used: mean of the transitions from the experts just
+        # routed, or the
         # matched request's share for the published policy.
         cdef HistoryStore store = core.store
         cdef int32_t e, begin = store.layer_offset[target], count = store.experts[target], gid
@@ -107,8 +122,9 @@ cdef class Prefetcher:
         for i in range(budget):
             best = -1
             for e in range(core.store.experts[target]):
-                if core.gid_slot[begin + e] < 0 and self.chance[e] >= CHANCE_WANTED and (best < 0 or self.chance[e] > self.chance[best]):
-                    best = e
+                if core.gid_slot[begin + e] < 0 and self.chance[e] >= CHANCE_WANTED:
+                    if best < 0 or self.chance[e] > self.chance[best]:
+                        best = e
             if best < 0:
                 break
             picked[n] = best
@@ -123,10 +139,11 @@ cdef class Prefetcher:
         cdef int32_t[MAX_AHEAD] picked
         cdef float chance
         cdef int i, n, budget = min(step.k, MAX_AHEAD - self.num_ahead)
-        # A pool smaller than one token's experts has no room for guesses; neither has a step that touches many tokens' worth.
-        if not self.enabled or step.unique > 2 * step.k or core.num_slots < core.num_layers * step.k or core.num_layers < 2:
+        # A pool smaller than one token's experts has no room for guesses; neither has a step that touches many tokens'
+        # worth.
+        if not self.enabled or step.unique > 2 * step.k or core.num_layers < 2:
             return
-        if core.num_slots == core.num_gids:
+        if not core.num_layers * step.k <= core.num_slots < core.num_gids:
             return
         if self.useful_share < USEFUL_FLOOR and core.steps % 16:
             return
@@ -149,8 +166,7 @@ cdef class Prefetcher:
             core._assign(slot, begin + picked[i], step.plan)
             core.speculative[slot] = 1
             step.plan.prefetch(begin + picked[i], slot, core.generation[slot], chance)
-            self.slot[self.num_ahead], self.generation[self.num_ahead] = slot, core.generation[slot]
-            self.owner[self.num_ahead] = request.number
+            self.slot[self.num_ahead], self.owner[self.num_ahead] = slot, request.number
             self.num_ahead += 1
             self.issued += 1
 
@@ -159,8 +175,8 @@ cdef class Prefetcher:
         self.wasted, self.dropped, self.useful_share = old.wasted + old.num_ahead, old.dropped, old.useful_share
 
     cdef dict counters(self):
-        return {"prefetch_issued": self.issued, "prefetch_useful": self.useful, "prefetch_late": self.late, "prefetch_wasted": self.wasted,
-                "prefetch_dropped": self.dropped}
+        return {"prefetch_issued": self.issued, "prefetch_useful": self.useful, "prefetch_late": self.late,
+                "prefetch_wasted": self.wasted, "prefetch_dropped": self.dropped}
 
     cdef void reset_counters(self) noexcept:
         self.issued = self.useful = self.late = self.wasted = self.dropped = 0

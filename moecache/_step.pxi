@@ -1,4 +1,5 @@
-# Included by _core.pyx: one step (Step), what it wants moved (Plan), and the best-of-n list behind every choice of slots (Candidates).
+# Included by _core.pyx: one step (Step), what it wants moved (Plan), and the best-of-n list behind every choice of
+# slots (Candidates).
 
 cdef object NO_FETCH = np.zeros((0, 3), np.int32)
 cdef object NO_DROP = np.zeros((0, 2), np.int32)
@@ -142,7 +143,8 @@ cdef class Step:
         return best
 
     cdef void choose_scratch(self) noexcept nogil:
-        # Later waves pass through a few slots only, those of the least busy newcomers, so that the first wave keeps the rest.
+        # Later waves pass through a few slots only, those of the least busy newcomers, so that the first wave keeps the
+        # rest.
         cdef int i, n, best, wanted, assigned = self.unique - self.deferred
         wanted = min(assigned, max(2, min(self.k, assigned // 2)))
         for n in range(wanted):
@@ -154,10 +156,10 @@ cdef class Step:
                     best = i
             self.scratch[best] = 1
 
-    cdef int read(self, const char *address, int itemsize, Py_ssize_t row_stride, Py_ssize_t column_stride, const uint8_t *counted,
-                  int64_t sentinel) except -1:
+    cdef int read(self, const char *address, int itemsize, Py_ssize_t row_stride, Py_ssize_t column_stride,
+                  const uint8_t *counted, int64_t sentinel) except -1:
         """Copy and check the router's ids, then group the (token, position) pairs by expert."""
-        cdef Py_ssize_t bad, pairs = self.tokens * self.k
+        cdef Py_ssize_t bad, token, place, pairs = self.tokens * self.k
         cdef int64_t[::1] token_index, position
         cdef int32_t *tally
         if pairs > 4096:
@@ -166,9 +168,11 @@ cdef class Step:
         else:
             bad = self._copy(address, itemsize, row_stride, column_stride, sentinel)
         if bad >= 0:
+            token, place = bad // self.k, bad % self.k
+            found = self._peek(address, itemsize, token * row_stride + place * column_stride)
             raise RoutingError(
-                f"layer {self.layer}: expert id {self._peek(address, itemsize, bad // self.k * row_stride + bad % self.k * column_stride)} "
-                f"of token {bad // self.k}, position {bad % self.k}, is out of range: expected 0..{self.num_experts - 1}, or -1 for padding")
+                f"layer {self.layer}: expert id {found} of token {token}, position {place}, is out of range: expected "
+                f"0..{self.num_experts - 1}, or -1 for padding")
         tally = <int32_t *> calloc(2 * self.num_experts, sizeof(int32_t))
         if tally == NULL:
             raise MemoryError()
@@ -177,7 +181,8 @@ cdef class Step:
             if self.tokens == 1:
                 self._group(tally, NULL, self.place)
             elif self.unique:
-                self.token_index, self._places = np.empty(self.start[self.unique], np.int64), np.empty(self.start[self.unique], np.int64)
+                self.token_index = np.empty(self.start[self.unique], np.int64)
+                self._places = np.empty(self.start[self.unique], np.int64)
                 token_index, position = self.token_index, self._places
                 with nogil:
                     self._group(tally, &token_index[0], &position[0])

@@ -1,4 +1,5 @@
-# Included by _core.pyx: what finished requests did (HistoryStore) and what a running one has done so far (RequestState).
+# Included by _core.pyx: what finished requests did (HistoryStore) and what a running one has done so far
+# (RequestState).
 
 cdef struct Overflow:
     # Entries whose count in one column does not fit a byte, and by how much.
@@ -10,7 +11,8 @@ cdef struct Overflow:
 cdef class HistoryStore:
     """Activation matrices of finished requests, transposed, with what they say about the next step.
 
-    ``columns[gid][i]`` is a byte, so that routing k experts adds k contiguous columns to a running dot product. Counts above 255
+    ``columns[gid][i]`` is a byte, so that routing k experts adds k contiguous columns to a running dot product. Counts
+    above 255
     keep the rest in a side table: the sums are exact integers.
 
     Parameters
@@ -96,7 +98,8 @@ cdef class HistoryStore:
                 table.extra[i] = table.extra[table.size]
                 return
 
-    cdef void add_columns(self, int64_t *dots, const int32_t *gids, const int32_t *weights, int k, bint wide) noexcept nogil:
+    cdef void add_columns(self, int64_t *dots, const int32_t *gids, const int32_t *weights, int k,
+                          bint wide) noexcept nogil:
         cdef int j
         cdef int32_t i
         cdef Overflow *table
@@ -177,19 +180,22 @@ cdef class HistoryStore:
         self.transitions[:] = transitions
         self.origins[:] = origins
 
-    cdef void learn_transitions(self, int32_t layer, const int32_t *before, const int32_t *after, Py_ssize_t tokens, int k_before,
-                                int k_after) noexcept nogil:
-        # before: ids of `layer`, after: ids of the layer that follows it (the first one follows the last one), row by row.
+    cdef void learn_transitions(self, int32_t layer, const int32_t *before, const int32_t *after, Py_ssize_t tokens,
+                                int k_before, int k_after) noexcept nogil:
+        # before: ids of `layer`, after: ids of the layer that follows it (the first one follows the last one), row by
+        # row.
         cdef Py_ssize_t t
         cdef int i, j
         cdef int32_t following = self.experts[layer + 1 if layer + 1 < self.num_layers else 0]
         cdef uint32_t *row
+        cdef int64_t at
         for t in range(tokens):
             for i in range(k_before):
                 if before[t * k_before + i] < 0:
                     continue
                 self.origin_view[self.layer_offset[layer] + before[t * k_before + i]] += 1
-                row = &self.transition_view[self.transition_offset[layer] + <int64_t> before[t * k_before + i] * following]
+                at = self.transition_offset[layer] + <int64_t> before[t * k_before + i] * following
+                row = &self.transition_view[at]
                 for j in range(k_after):
                     if after[t * k_after + j] >= 0:
                         row[after[t * k_after + j]] += 1
@@ -244,9 +250,10 @@ cdef class RequestState:
     cdef void refresh(self, int32_t entry) noexcept:
         # An entry was written under a running request: its dot product starts over.
         cdef int32_t gid
-        cdef int64_t total = 0
+        cdef int64_t stored, total = 0
         for gid in range(self.store.num_gids):
-            total += (self.prompt[gid] + self.decode[gid]) * (<int64_t> self.store.prompt[entry, gid] + self.store.decode[entry, gid])
+            stored = <int64_t> self.store.prompt[entry, gid] + self.store.decode[entry, gid]
+            total += (self.prompt[gid] + self.decode[gid]) * stored
         self.dots[entry] = total
         self.best = -1
 
@@ -267,7 +274,8 @@ cdef class RequestState:
     cdef int32_t match(self) noexcept nogil:
         # The entry of largest cosine similarity; -1 when nothing is stored or nothing in common.
         if self.best < 0 and self.store.size:
-            self.best = <int32_t> moe_best(&self.dots[0], &self.store.inverse_norm[0], self.store.size, &self.best_similarity)
+            self.best = <int32_t> moe_best(&self.dots[0], &self.store.inverse_norm[0], self.store.size,
+                                           &self.best_similarity)
         return self.best
 
     def match_step(self, int32_t layer, const int32_t[::1] ids):
@@ -288,7 +296,8 @@ cdef class RequestState:
         cdef int32_t[64] weights
         cdef int j, k = <int> ids.shape[0]
         if not 0 <= layer < self.store.num_layers or k > 64:
-            raise RoutingError(f"layer {layer} with {k} ids: expected a layer below {self.store.num_layers} and at most 64 ids")
+            raise RoutingError(
+                f"layer {layer} with {k} ids: expected a layer below {self.store.num_layers} and at most 64 ids")
         for j in range(k):
             if not 0 <= ids[j] < self.store.experts[layer]:
                 raise RoutingError(f"layer {layer}: expert {ids[j]} is outside 0..{self.store.experts[layer] - 1}")
@@ -308,10 +317,12 @@ cdef class RequestState:
         return dots / sqrt(<double> self.square) if self.square else dots
 
     cdef float ratio(self, int32_t gid, int32_t layer) noexcept nogil:
-        # Share of the layer's activations that went to the expert in the best matching request, or in this one before there is any.
-        cdef int32_t entry = self.match()
+        # Share of the layer's activations that went to the expert in the best matching request, or in this one before
+        # there is any.
+        cdef int32_t stored, entry = self.match()
         if entry >= 0:
-            return (<int32_t> self.store.prompt[entry, gid] + self.store.decode[entry, gid]) * self.store.row_inverse[entry, layer]
+            stored = <int32_t> self.store.prompt[entry, gid] + self.store.decode[entry, gid]
+            return stored * self.store.row_inverse[entry, layer]
         if self.row_sum[layer]:
             return <float> (self.prompt[gid] + self.decode[gid]) / self.row_sum[layer]
         return 0.0
@@ -323,7 +334,8 @@ cdef class RequestState:
             self.slow[gid] = prior[gid]
 
     cdef int remember(self, Step step) except -1:
-        # Layer transitions need the ids of the layer before; the rows are the same tokens when their number is the same.
+        # Layer transitions need the ids of the layer before; the rows are the same tokens when their number is the
+        # same.
         cdef HistoryStore store = self.store
         cdef Py_ssize_t n = step.tokens
         cdef Py_ssize_t used = n if n < 512 else 512
@@ -338,7 +350,8 @@ cdef class RequestState:
         return 0
 
     cdef void observe(self, Step step) noexcept:
-        # Counts, running match and decayed frequencies of one step. Later tokens weigh more, so rows are taken from the last to the first.
+        # Counts, running match and decayed frequencies of one step. Later tokens weigh more, so rows are taken from the
+        # last to the first.
         cdef HistoryStore store = self.store
         cdef int32_t offset = store.layer_offset[step.layer], experts = store.experts[step.layer], e
         cdef int i, j, n = 0

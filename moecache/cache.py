@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ import torch
 from ._core import Core, RequestState, Step
 from ._engine import Engine
 from .bank import ExpertBank
-from .errors import CapacityError, ClosedError, LeaseError, RoutingError, TransferError
+from .errors import ClosedError, LeaseError, RoutingError, TransferError
 from .history import Fingerprint, History, open_history
 from .policy import Score, resolve
 from .pool import Pool, slots_for
@@ -156,8 +155,8 @@ class ExpertCache:
         if self.capacity < one_token:
             nbytes = (self.top_k or 1) * sum(self.bank.expert_nbytes(layer) for layer in range(len(self.num_experts)))
             logger.warning(
-                "capacity of %d experts is below the %d that one token uses over all layers (up to %s bytes a token): few hits are to be "
-                "expected and nothing is prefetched",
+                "capacity of %d experts is below the %d that one token uses over all layers (up to %s bytes a token): "
+                "few hits are to be expected and nothing is prefetched",
                 self.capacity,
                 one_token,
                 f"{nbytes:,}",
@@ -281,7 +280,7 @@ class ExpertCache:
         self._moved = {name: n + self._moved.get(name, 0) for name, n in engine.counters().items()}
 
     def close(self) -> None:
-        """Stop the I/O threads, give the pool back, and write the history if it came with a path. A second call does nothing."""
+        """Stop the I/O threads, give the pool back, write the history if it came with a path. Again: nothing."""
         if self.closed:
             return
         self._keep_counters(self._engine)
@@ -440,7 +439,7 @@ class Lease:
 
     @property
     def slots(self) -> list[int]:
-        """Slot of each of :attr:`experts`; -1 where it will get one in a later wave. Check :attr:`missing` before reading from them."""
+        """Slot of each of :attr:`experts`, -1 where a later wave will give one. Only with ``missing == 0`` all hold bytes."""
         first = self._first_slot
         return [slot - first if slot >= 0 else -1 for slot in self._step.slot_list()]
 
@@ -451,7 +450,7 @@ class Lease:
 
     @property
     def positions(self) -> torch.Tensor:
-        """int64 Tensor ``[n]``, for the item last yielded: at which of its top-k places each of the tokens named the expert."""
+        """int64 Tensor ``[n]``: at which of its top-k places each token of the item last yielded named the expert."""
         begin, end = self._at
         return torch.from_numpy(self._step.topk_position[begin:end])
 
@@ -528,8 +527,8 @@ class Lease:
                     if not others or time.monotonic() > deadline:
                         held = ", ".join(f"layer {layer} expert {expert}" for layer, expert in self._core.holders())
                         raise LeaseError(
-                            f"layer {step.layer} needs slots for {step.deferred} more experts, and all {cache.capacity} are held by leases "
-                            f"({held}); end a lease before the next step, or ask for a larger capacity"
+                            f"layer {step.layer} needs slots for {step.deferred} more experts, and all "
+                            f"{cache.capacity} are held by leases ({held}); end a lease before the next step, or ask for a larger capacity"
                         )
                     cache._slot_freed.wait(0.05)
             finally:
@@ -569,7 +568,8 @@ def _on_cpu(ids: Any, device: torch.device, layer: int) -> torch.Tensor:
 def _check_weights(weights: torch.Tensor, ids: torch.Tensor, layer: int) -> None:
     if weights.shape != ids.shape or not weights.is_floating_point():
         raise RoutingError(
-            f"layer {layer}: gate weights are {weights.dtype} {tuple(weights.shape)}; expected floats of the ids' shape {tuple(ids.shape)}"
+            f"layer {layer}: gate weights are {weights.dtype} {tuple(weights.shape)}; expected floats of the ids' shape "
+            f"{tuple(ids.shape)}"
         )
     # A sum is NaN when a term is: one reduction instead of two.
     if weights.numel() and math.isnan(weights.sum().item()):

@@ -297,7 +297,7 @@ class CudaCopies:
 
 
 def copies_for(sources: Sources, device: torch.device, slots: int, depth: int = 8) -> CudaCopies:
-    """What an engine over these sources needs to feed a pool on a CUDA device: host memory locked, file reads staged."""
+    """What an engine needs to feed a pool on a CUDA device: host memory locked, file reads staged."""
     in_memory = sources.segment_file < 0
     ranges = zip(sources.segment_source[in_memory].tolist(), sources.segment_nbytes[in_memory].tolist(), strict=True)
     staging = 0 if in_memory.all() else depth * (STAGED_CHUNK + 2 * PAGE)

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,7 +48,8 @@ class Fingerprint(NamedTuple):
 class History:
     """Finished requests of one model, and how experts follow experts.
 
-    A full history replaces the request that the new one resembles most, so that it keeps both the newest and the different.
+    A full history replaces the request that the new one resembles most, so that it keeps both the newest and the
+    different.
 
     Parameters
     ----------
@@ -119,11 +119,14 @@ class History:
         for entry in range(theirs.size):
             self.store.add(theirs.prompt_counts[entry], theirs.decode_counts[entry], 0)
         self.store.restore(
-            total + theirs.total, before + theirs.tokens, self.store.transitions + theirs.transitions, self.store.origins + theirs.origins
+            total + theirs.total,
+            before + theirs.tokens,
+            self.store.transitions + theirs.transitions,
+            self.store.origins + theirs.origins,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file: to a temporary name first, then renamed, so that a reader never sees half of one."""
+        """Write a safetensors file, under a temporary name first: a reader never sees half of one."""
         from safetensors.numpy import save
 
         store, n = self.store, self.store.size
@@ -166,7 +169,8 @@ class History:
         """
         metadata, tensors = _read(Path(path))
         try:
-            found = Fingerprint(*(tuple(x) if isinstance(x, list) else x for x in json.loads(metadata["fingerprint"])))
+            experts, top_k, digest = json.loads(metadata["fingerprint"])
+            found = Fingerprint(tuple(int(n) for n in experts), int(top_k), str(digest))
             tokens, kept = int(metadata["tokens"]), int(metadata["capacity"])
             history = cls(found, capacity or kept)
         except (KeyError, TypeError, ValueError) as error:
@@ -186,8 +190,14 @@ class History:
             tensor = tensors.get(name)
             if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
                 got = "nothing" if tensor is None else f"{tensor.dtype} {tensor.shape}"
-                raise HistoryFormatError(f"{path}: expected {name} of {dtype} {shape}, found {got}; make the history again")
-        if tokens < 0 or (tensors["total"] < 0).any() or not tensors["prompt"].any(1).all() | tensors["decode"].any(1).all():
+                raise HistoryFormatError(
+                    f"{path}: expected {name} of {dtype} {shape}, found {got}; make the history again"
+                )
+        if (
+            tokens < 0
+            or (tensors["total"] < 0).any()
+            or not tensors["prompt"].any(1).all() | tensors["decode"].any(1).all()
+        ):
             raise HistoryFormatError(f"{path}: negative counts or empty requests; make the history again")
         for prompt, decode in zip(tensors["prompt"], tensors["decode"], strict=True):
             store.add(prompt, decode, 0)
@@ -198,7 +208,8 @@ class History:
         if not self.fingerprint.fits(other):
             found = self.fingerprint if expected is not None else other
             raise HistoryFormatError(
-                f"{what} is of another model: expected {expected or self.fingerprint}; found {found}. Use a file of its own for each model"
+                f"{what} is of another model: expected {expected or self.fingerprint}; found {found}. Use a file of its "
+                "own for each model"
             )
 
 
@@ -215,14 +226,15 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
         raise HistoryFormatError(f"{path} is not a whole history file ({error}); make the history again") from error
     if metadata.get("format") != _FORMAT or metadata.get("version") != _VERSION:
         raise HistoryFormatError(
-            f"{path}: expected format {_FORMAT} version {_VERSION}, found {metadata.get('format')} version {metadata.get('version')}"
+            f"{path}: expected format {_FORMAT} version {_VERSION}, found {metadata.get('format')} version "
+            f"{metadata.get('version')}"
         )
     return metadata, tensors
 
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a whole file or leave what was there."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent or Path("."), prefix=path.name, suffix=".tmp")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -238,7 +250,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 def open_history(
     history: History | str | os.PathLike[str] | None, fingerprint: Fingerprint, capacity: int
 ) -> tuple[History, Path | None]:
-    """The history a cache shall use, and the file to keep it in: an object, a file that may not exist yet, or a new one in memory."""
+    """The history a cache shall use and the file to keep it in: an object, a file that may not exist yet, or a new one."""
     if isinstance(history, History):
         history._check(fingerprint, "this history", expected=fingerprint)
         return history, None

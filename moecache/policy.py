@@ -1,13 +1,16 @@
 """Eviction policies by name, and scores written by users.
 
-A policy is one decision: of the experts in the slots, which is given up? Each scores an expert; the largest score goes first, ties go to
+A policy is one decision: of the experts in the slots, which is given up? Each scores an expert; the largest score goes
+first, ties go to
 the one unused for longest, then to the lowest slot.
 
 ==================== ==============================================================================================
-``expected-next-use`` layer steps until the expert is expected to be used again: ``L (1/p - 1) + ((layer - now - 1) mod L) + 1``
+``expected-next-use`` layer steps until the expert is expected to be used again: ``L (1/p - 1) + ((layer - now - 1) mod
+L) + 1``
                       with p its chance of use at the layer's next visit, from decayed counts
 ``counts``            the same; the name stays when a trained forecaster takes part in the default
-``moe-infinity``      ``-(ratio + eps) (1 - layer / L)``, ratio being the expert's share of its layer in the best matching past request
+``moe-infinity``      ``-(ratio + eps) (1 - layer / L)``, ratio being the expert's share of its layer in the best
+matching past request
 ``lru``               the longest unused
 ``lfu``               the least often used since the cache was made
 ``belady``            the one whose next use lies furthest ahead; known in replay only
@@ -96,12 +99,14 @@ def _compile(function: Callable[..., float]) -> Any:
         if name not in FEATURES:
             near = difflib.get_close_matches(name, FEATURES)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise PolicyError(f"score {function.__name__}: no number is called {name!r}{hint} There are: {', '.join(FEATURES)}")
+            raise PolicyError(
+                f"score {function.__name__}: no number is called {name!r}{hint} There are: {', '.join(FEATURES)}"
+            )
     arguments = ", ".join(f"x[{FEATURES.index(name)}]" for name in names)
     namespace: dict[str, Any] = {"inner": numba.njit(function)}
     exec(f"def outer(x):\n    return float(inner({arguments}))", namespace)
     try:
-        return numba.cfunc("float64(CPointer(float64))", nopython=True)(namespace["outer"])
+        return numba.cfunc("float64(CPointer(float64))")(namespace["outer"])
     except numba.core.errors.NumbaError as error:
         raise PolicyError(f"score {function.__name__} cannot be compiled by Numba: {str(error).strip()}") from error
 
@@ -120,5 +125,8 @@ def resolve(policy: str | Score, extra: tuple[str, ...] = ()) -> Resolved:
     if policy not in names:
         near = difflib.get_close_matches(str(policy), names, n=2)
         hint = f"; did you mean {' or '.join(near)}?" if near else "."
-        raise PolicyError(f"no policy is called {policy!r}{hint} There are: {', '.join(names)}, and scores made with moecache.policy.score")
+        raise PolicyError(
+            f"no policy is called {policy!r}{hint} There are: {', '.join(names)}, and scores made with "
+            "moecache.policy.score"
+        )
     return Resolved("expected-next-use" if policy == "counts" else policy, 0, policy)

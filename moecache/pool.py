@@ -15,7 +15,17 @@ from .errors import CapacityError
 
 __all__ = ["Pool", "available_memory", "slots_for"]
 
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 # Left to activations, the KV cache and everybody else when the capacity is "auto".
 _AUTO_SHARE = 0.5
 
@@ -48,7 +58,8 @@ class Pool:
         free = available_memory(device)
         if self.nbytes > free:
             raise CapacityError(
-                f"a cache of {sum(slots)} experts needs {self.nbytes:,} bytes and {device} has {free:,} free; ask for a smaller capacity"
+                f"a cache of {sum(slots)} experts needs {self.nbytes:,} bytes and {device} has {free:,} free; ask for a "
+                "smaller capacity"
             )
         self.device = device
         self.slots = tuple(slots)
@@ -61,11 +72,13 @@ class Pool:
     def regions(self) -> tuple[dict[tuple[int, str], int], np.ndarray, np.ndarray]:
         """Where the engine writes: number of each (kind, parameter), uint64 address and stride of each number.
 
-        Addresses are those of slot 0 of the whole pool, so that one slot number serves all regions; for later kinds that lies
+        Addresses are those of slot 0 of the whole pool, so that one slot number serves all regions; for later kinds
+        that lies
         before the tensor and may wrap around zero.
         """
         numbers: dict[tuple[int, str], int] = {}
-        addresses, strides = [], []
+        addresses: list[int] = []
+        strides: list[int] = []
         for kind, tensors in enumerate(self.tensors):
             for name, tensor in tensors.items():
                 stride = tensor.stride(0) * tensor.element_size()
@@ -91,7 +104,8 @@ def slots_for(
     Parameters
     ----------
     capacity : int, float or str
-        A number of experts; a fraction in (0, 1] of all experts; bytes as "8GiB", "512MB"; or "auto", half of what the device has free.
+        A number of experts; a fraction in (0, 1] of all experts; bytes as "8GiB", "512MB"; or "auto", half of what the
+        device has free.
     kinds, experts_of_kind
         Specs and number of experts of each kind. They share the capacity in proportion.
     top_k : int, optional
@@ -114,8 +128,8 @@ def slots_for(
     for kind, n in enumerate(slots):
         if n < min(least, experts_of_kind[kind]):
             raise CapacityError(
-                f"capacity {capacity!r} gives {n} slots of {expert_nbytes(kinds[kind]):,} bytes, and one token needs {least} at once: "
-                f"ask for at least {least * len(slots)} experts (of {total}, {nbytes:,} bytes)"
+                f"capacity {capacity!r} gives {n} slots of {expert_nbytes(kinds[kind]):,} bytes, and one token needs "
+                f"{least} at once: ask for at least {least * len(slots)} experts (of {total}, {nbytes:,} bytes)"
             )
     return tuple(slots)
 
@@ -163,7 +177,7 @@ def _meminfo_available() -> int:
 
 
 def _cgroup_limits(root: str = "/sys/fs/cgroup", proc: str = "/proc/self/cgroup") -> list[tuple[int, int]]:
-    """(limit, bytes in use beyond reclaimable file cache) of every memory cgroup the process is in, versions 1 and 2, inner to outer."""
+    """(limit, bytes in use beyond reclaimable file cache) of every memory cgroup the process is in, inner to outer."""
     found: list[tuple[int, int]] = []
     try:
         lines = Path(proc).read_text().splitlines()
@@ -174,7 +188,12 @@ def _cgroup_limits(root: str = "/sys/fs/cgroup", proc: str = "/proc/self/cgroup"
         if controllers == "":
             base, limit_name, usage_name, cache_key = Path(root), "memory.max", "memory.current", "file"
         elif "memory" in controllers.split(","):
-            base, limit_name, usage_name, cache_key = Path(root, "memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"
+            base, limit_name, usage_name, cache_key = (
+                Path(root, "memory"),
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_cache",
+            )
         else:
             continue
         group = base / path.lstrip("/")

@@ -16,8 +16,10 @@ __all__ = ["PrometheusCollector", "Stats"]
 class Stats:
     """What a cache did since it was made, or since ``reset_stats()``.
 
-    A demand is one distinct expert of one step (one call of one MoE layer); it is a hit when the expert's bytes were all in its
-    slot as the layer asked. A prefetch is useful when it makes a hit, late when its layer asked before it had landed, wasted when
+    A demand is one distinct expert of one step (one call of one MoE layer); it is a hit when the expert's bytes were
+    all in its
+    slot as the layer asked. A prefetch is useful when it makes a hit, late when its layer asked before it had landed,
+    wasted when
     its layer did not ask, and dropped when it was wasted before it had landed.
     """
 
@@ -63,15 +65,18 @@ class Stats:
 
     def __str__(self) -> str:
         rows = [
-            ("experts resident", f"{self.resident_experts} of {self.capacity_experts} slots, {_bytes(self.resident_bytes)}"),
+            (
+                "experts resident",
+                f"{self.resident_experts} of {self.capacity_experts} slots, {_bytes(self.resident_bytes)}",
+            ),
             ("all experts", _bytes(self.expert_bytes_total)),
             ("demands", f"{self.demands:,}, {self.hit_rate:.1%} hits"),
             ("misses", f"{self.misses:,}, {_bytes(self.bytes_demand)}"),
             ("evictions", f"{self.evictions:,}"),
             (
                 "prefetches",
-                f"{self.prefetch_issued:,}: {self.prefetch_useful:,} useful, {self.prefetch_late:,} late, {self.prefetch_wasted:,} wasted "
-                f"({self.prefetch_dropped:,} before they landed), {_bytes(self.bytes_prefetch)}",
+                f"{self.prefetch_issued:,}: {self.prefetch_useful:,} useful, {self.prefetch_late:,} late, "
+                f"{self.prefetch_wasted:,} wasted ({self.prefetch_dropped:,} before they landed), {_bytes(self.bytes_prefetch)}",
             ),
             ("stall", f"{self.stall_s:.3f} s"),
             ("bytes per token", _bytes(self.bytes_per_token)),

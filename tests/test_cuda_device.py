@@ -46,7 +46,7 @@ def test_slots_hold_the_right_bytes_while_kernels_still_read_the_old_ones(capaci
 @pytest.mark.parametrize("bank", ["ram", "disk"])
 def test_a_model_decodes_to_the_same_tokens_and_logits(bank: str) -> None:
     transformers = pytest.importorskip("transformers")
-    import moecache.hf  # noqa: F401
+    import moecache.hf
 
     def decode(model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         out = model.generate(ids, max_new_tokens=24, do_sample=False, output_logits=True, return_dict_in_generate=True)
