@@ -67,7 +67,9 @@ def _application() -> Any:
         expert_bytes: int = typer.Option(None, min=1, help="Bytes of an expert, where the trace's model is not known."),
         concurrency: int = typer.Option(None, min=1, help="Requests that take turns, one forward pass each."),
         max_tokens: int = typer.Option(None, min=1, help="End after the first request that passes this many tokens."),
-        recall: bool = typer.Option(False, help="Measure what the predictors know of coming layers, instead of policies."),
+        recall: bool = typer.Option(
+            False, help="Measure what the predictors know of coming layers, instead of policies."
+        ),
         num_experts: int = typer.Option(None, min=1, help="Experts of a layer, for text traces."),
         json_path: Path = typer.Option(None, "--json", help="Write the rows as JSON."),  # noqa: B008
         report: Path = typer.Option(None, help="Write a page with pictures (extra plot)."),  # noqa: B008
@@ -168,7 +170,9 @@ class Outcome:
         rows = [result.row() for result in self.results]
         for row in rows:
             row["links"] = [
-                t.row() for t in self.timed if (t.policy, t.capacity_experts) == (row["policy"], row["capacity_experts"])
+                t.row()
+                for t in self.timed
+                if (t.policy, t.capacity_experts) == (row["policy"], row["capacity_experts"])
             ]
         return rows
 
@@ -190,7 +194,13 @@ def _replay_one(path: Path, num_experts: int | None, history_path: Path | None, 
     with _progress(trace.name, passes) as bar:
         if not measured:
             outcome.results = replay(
-                trace, job.policies, job.capacities, expert_nbytes=nbytes, concurrency=job.concurrency, progress=bar, **options
+                trace,
+                job.policies,
+                job.capacities,
+                expert_nbytes=nbytes,
+                concurrency=job.concurrency,
+                progress=bar,
+                **options,
             )
         for text in job.links:
             outcome.timed += replay_timed(
@@ -249,7 +259,9 @@ def _hit_table(outcome: Outcome) -> Any:
 
     trace, results = outcome.trace, outcome.results
     capacities = list(dict.fromkeys(r.capacity_experts for r in results))
-    table = Table(title=f"{trace.name}: hit rate in %, {results[0].tokens:,} tokens of {len(results[0].request_hits)} requests")
+    table = Table(
+        title=f"{trace.name}: hit rate in %, {results[0].tokens:,} tokens of {len(results[0].request_hits)} requests"
+    )
     table.add_column("policy")
     for n in capacities:
         table.add_column(f"{n} ({n / sum(trace.num_experts):.0%})", justify="right")
@@ -265,7 +277,18 @@ def _link_table(outcome: Outcome, link: str) -> Any:
     from rich.table import Table
 
     table = Table(title=f"{outcome.trace.name} on {link}")
-    for name in ("policy", "experts", "hit %", "tokens/s", "stall %", "idle link %", "MB/token", "useful", "late", "wasted"):
+    for name in (
+        "policy",
+        "experts",
+        "hit %",
+        "tokens/s",
+        "stall %",
+        "idle link %",
+        "MB/token",
+        "useful",
+        "late",
+        "wasted",
+    ):
         table.add_column(name, justify="left" if name == "policy" else "right")
     for t in outcome.timed:
         if t.link == link:
@@ -334,7 +357,9 @@ def _capacities(text: str) -> list[int | float]:
     try:
         return [float(part) if "." in part else int(part) for part in text.split(",")]
     except ValueError:
-        raise click.BadParameter(f"{text!r}: expected experts or fractions separated by commas, such as 0.1,0.25 or 64") from None
+        raise click.BadParameter(
+            f"{text!r}: expected experts or fractions separated by commas, such as 0.1,0.25 or 64"
+        ) from None
 
 
 def _policies(texts: Sequence[str]) -> list[str | Score]:

@@ -110,7 +110,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("capacity", [40, 64, 96])
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_tiny_model(policy: Any, capacity: int, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiny_model(
+    policy: Any, capacity: int, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
     from moecache import detach, load
 

@@ -45,9 +45,30 @@ class Model:
 MODELS = {
     model.name: model
     for model in (
-        Model("mixtral-8x7b", 3 * 4096 * 14336 * 2, 32, 8, 2, "config.json: hidden 4096, ffn 14336, three matrices, bfloat16"),
-        Model("deepseek-v2-lite", 3 * 2048 * 1408 * 2, 26, 64, 6, "config.json: hidden 2048, expert ffn 1408, three matrices, bfloat16"),
-        Model("qwen3-30b-a3b", 3 * 2048 * 768 * 2, 48, 128, 8, "config.json: hidden 2048, expert ffn 768, three matrices, bfloat16"),
+        Model(
+            "mixtral-8x7b",
+            3 * 4096 * 14336 * 2,
+            32,
+            8,
+            2,
+            "config.json: hidden 4096, ffn 14336, three matrices, bfloat16",
+        ),
+        Model(
+            "deepseek-v2-lite",
+            3 * 2048 * 1408 * 2,
+            26,
+            64,
+            6,
+            "config.json: hidden 2048, expert ffn 1408, three matrices, bfloat16",
+        ),
+        Model(
+            "qwen3-30b-a3b",
+            3 * 2048 * 768 * 2,
+            48,
+            128,
+            8,
+            "config.json: hidden 2048, expert ffn 768, three matrices, bfloat16",
+        ),
         Model(
             "gpt-oss-20b",
             3 * 2880 * 2880 * 17 // 32 + 3 * 2880 * 2,
@@ -56,8 +77,22 @@ MODELS = {
             4,
             "config.json: hidden and ffn 2880, MXFP4 (4 bits and a byte for 32 of them), bfloat16 biases",
         ),
-        Model("switch-large-128", 2 * 1024 * 4096 * 2, 24, 128, 1, "config.json: d_model 1024, d_ff 4096, two matrices, bfloat16"),
-        Model("nllb-moe-54b", (2 * 2048 * 8192 + 2048 + 8192) * 2, 12, 128, 2, "config.json: d_model 2048, ffn 8192, biases, bfloat16"),
+        Model(
+            "switch-large-128",
+            2 * 1024 * 4096 * 2,
+            24,
+            128,
+            1,
+            "config.json: d_model 1024, d_ff 4096, two matrices, bfloat16",
+        ),
+        Model(
+            "nllb-moe-54b",
+            (2 * 2048 * 8192 + 2048 + 8192) * 2,
+            12,
+            128,
+            2,
+            "config.json: d_model 2048, ffn 8192, biases, bfloat16",
+        ),
     )
 }
 
@@ -211,7 +246,9 @@ def replay_timed(
     model = model_for(trace)
     nbytes = expert_nbytes or (model.expert_nbytes if model else None)
     if nbytes is None:
-        raise PolicyError(f"how large an expert of {trace.model} is is not known: say expert_nbytes, or one of {', '.join(MODELS)}")
+        raise PolicyError(
+            f"how large an expert of {trace.model} is is not known: say expert_nbytes, or one of {', '.join(MODELS)}"
+        )
     resolved = [_resolve(policy) for policy in policies]
     if any(policy.code == "belady-bypass" for policy in resolved):
         raise PolicyError("belady-bypass has no clock: it serves experts from no slot")
@@ -227,11 +264,21 @@ def replay_timed(
 
 
 def _play(
-    trace: Trace, plan: Schedule, policy: Resolved, slots: int, profile: Profile, nbytes: int, prefetch: bool, base: History, bar: Any
+    trace: Trace,
+    plan: Schedule,
+    policy: Resolved,
+    slots: int,
+    profile: Profile,
+    nbytes: int,
+    prefetch: bool,
+    base: History,
+    bar: Any,
 ) -> TimedResult:
     core = make_core(trace, slots, policy, copy_history(base), prefetch)
     expert_s = nbytes / profile.memory_rate
-    clock = LinkClock(nbytes, profile.chunk_nbytes, profile.rate, profile.latency_s, profile.pass_s, profile.layer_s, expert_s)
+    clock = LinkClock(
+        nbytes, profile.chunk_nbytes, profile.rate, profile.latency_s, profile.pass_s, profile.layer_s, expert_s
+    )
     native = _Replay([core], *plan.arrays(), plan.next_use if policy.code == "belady" else None, clock=clock)
     for first, end in _blocks(plan.passes):
         native.run(first, end)
@@ -274,7 +321,9 @@ def profile_from(text: str) -> Profile:
         return PROFILES[text]
     try:
         rate, _, latency = text.partition(",")
-        profile = replace(PROFILES["pcie4-24"], name=text, rate=float(rate), latency_s=float(latency or 10e-6), source="given")
+        profile = replace(
+            PROFILES["pcie4-24"], name=text, rate=float(rate), latency_s=float(latency or 10e-6), source="given"
+        )
         if profile.rate <= 0 or profile.latency_s < 0:
             raise ValueError(text)
     except ValueError:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numba
 import numpy as np
 
-__all__ = ["belady_hits", "next_uses", "reuse_distances"]
+__all__ = ["belady_hits", "next_uses", "reuse_distances", "sequential_hits"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -172,4 +172,50 @@ def belady_hits(
                     place[resident[victim]] = -1
                     resident[victim] = g
                     place[g] = victim
+    return hits
+
+
+@_jit
+def sequential_hits(keys: np.ndarray, num_keys: int, capacity: int, rule: int) -> int:
+    """Hits when each key is judged and served on its own, as general cache simulators do.
+
+    An expert of a step may then push out another of the same step, so the figures differ from those of a replay by steps.
+
+    Parameters
+    ----------
+    keys : int64 array
+    rule : int
+        0: least recently used, 1: first in first out, 2: least often used since it came in, ties to the longest unused.
+    """
+    resident = np.zeros(num_keys, np.bool_)
+    entered = np.zeros(num_keys, np.int64)
+    used = np.zeros(num_keys, np.int64)
+    count = np.zeros(num_keys, np.int64)
+    size = hits = 0
+    for now in range(len(keys)):
+        key = keys[now]
+        if resident[key]:
+            hits += 1
+            count[key] += 1
+        else:
+            if size == capacity:
+                victim = -1
+                for other in range(num_keys):
+                    if not resident[other]:
+                        continue
+                    if victim < 0:
+                        victim = other
+                    elif rule == 1:
+                        victim = other if entered[other] < entered[victim] else victim
+                    elif rule == 2 and count[other] != count[victim]:
+                        victim = other if count[other] < count[victim] else victim
+                    elif used[other] < used[victim]:
+                        victim = other
+                resident[victim] = False
+                size -= 1
+            resident[key] = True
+            entered[key] = now
+            count[key] = 1
+            size += 1
+        used[key] = now
     return hits

@@ -154,7 +154,8 @@ class Recorder:
         # The safetensors layout: a header that says where each array lies, then the arrays, each by one walk over the passes.
         small = not self._padding and max(self._num_experts) <= 256
         kinds: dict[str, tuple[str, Any, tuple[int, ...]]] = {
-            "experts": ("U8", np.uint8, (self.tokens, self._layers, self._top_k)) if small
+            "experts": ("U8", np.uint8, (self.tokens, self._layers, self._top_k))
+            if small
             else ("I16", np.int16, (self.tokens, self._layers, self._top_k)),
             "request": ("I32", np.int32, (self.tokens,)),
             "forward": ("I32", np.int32, (self.tokens,)),
@@ -214,5 +215,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()

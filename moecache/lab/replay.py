@@ -195,9 +195,13 @@ def slots_of(trace: Trace, capacity: int | float) -> int:
     whole = isinstance(capacity, (int, np.integer)) and not isinstance(capacity, bool)
     slots = int(capacity) if whole else int(capacity * total + 1e-9)
     if not (1 <= capacity <= total if whole else 0.0 < capacity <= 1.0):
-        raise CapacityError(f"capacity {capacity} is out of range: expected experts up to {total}, or a fraction in (0, 1]")
+        raise CapacityError(
+            f"capacity {capacity} is out of range: expected experts up to {total}, or a fraction in (0, 1]"
+        )
     if slots < trace.top_k:
-        raise CapacityError(f"capacity {capacity} gives {slots} slots, and one token of {trace.model} needs {trace.top_k} in a layer")
+        raise CapacityError(
+            f"capacity {capacity} gives {slots} slots, and one token of {trace.model} needs {trace.top_k} in a layer"
+        )
     return slots
 
 

@@ -74,7 +74,9 @@ def split_requests(trace: Trace, split: str | None) -> tuple[np.ndarray, np.ndar
         return requests[:0], requests
     part, slash, whole = split.partition("/")
     if not (slash and part.isdigit() and whole.isdigit() and 0 < int(part) < int(whole)):
-        raise TraceFormatError(f"split {split!r} is not understood: expected for example 7/10, the first 7 of every 10 requests as history")
+        raise TraceFormatError(
+            f"split {split!r} is not understood: expected for example 7/10, the first 7 of every 10 requests as history"
+        )
     in_history = requests % int(whole) < int(part)
     if in_history.all():
         raise TraceFormatError(f"split {split} leaves none of the {trace.requests} requests of {trace.name} to test on")
@@ -82,7 +84,10 @@ def split_requests(trace: Trace, split: str | None) -> tuple[np.ndarray, np.ndar
 
 
 def schedule(
-    trace: Trace, requests: Sequence[int] | np.ndarray | None = None, concurrency: int | None = None, max_tokens: int | None = None
+    trace: Trace,
+    requests: Sequence[int] | np.ndarray | None = None,
+    concurrency: int | None = None,
+    max_tokens: int | None = None,
 ) -> Schedule:
     """Put forward passes in order.
 

@@ -62,7 +62,9 @@ def _json_lines(path: Path, text: str, metadata: dict[str, str]) -> Iterator[_Li
         if not isinstance(entry, dict):
             raise TraceFormatError(f"{path}, line {number}: expected an object with {', '.join(_FIELDS[:3])}")
         if number == 1 and "layer" not in entry:
-            metadata.update({key: value if isinstance(value, str) else json.dumps(value) for key, value in entry.items()})
+            metadata.update(
+                {key: value if isinstance(value, str) else json.dumps(value) for key, value in entry.items()}
+            )
             continue
         yield _line(path, number, entry)
 
@@ -70,13 +72,17 @@ def _json_lines(path: Path, text: str, metadata: dict[str, str]) -> Iterator[_Li
 def _csv_lines(path: Path, text: str) -> Iterator[_Line]:
     reader = csv.DictReader(io.StringIO(text))
     if reader.fieldnames is None or not set(_FIELDS[:3]) <= set(reader.fieldnames):
-        raise TraceFormatError(f"{path}, line 1: expected the columns {', '.join(_FIELDS[:3])} and perhaps request, decode")
+        raise TraceFormatError(
+            f"{path}, line 1: expected the columns {', '.join(_FIELDS[:3])} and perhaps request, decode"
+        )
     for entry in reader:
         number = reader.line_num
         if None in entry or None in entry.values():
             raise TraceFormatError(f"{path}, line {number}: expected {len(reader.fieldnames)} values")
         try:
-            values = {key: entry[key].split() if key == "experts" else int(entry[key]) for key in _FIELDS if key in entry}
+            values = {
+                key: entry[key].split() if key == "experts" else int(entry[key]) for key in _FIELDS if key in entry
+            }
             values["experts"] = [int(e) for e in values["experts"]]
         except ValueError as error:
             raise TraceFormatError(f"{path}, line {number}: {error}") from error
@@ -90,7 +96,9 @@ def _line(path: Path, number: int, entry: dict[str, object]) -> _Line:
     experts = entry["experts"]
     whole = [entry.get("request", 0), entry["token"], entry["layer"], entry.get("decode", 1)]
     if not isinstance(experts, list) or not all(type(value) is int for value in [*whole, *experts]):
-        raise TraceFormatError(f"{path}, line {number}: layer, token, request and the experts must be whole numbers, found {entry}")
+        raise TraceFormatError(
+            f"{path}, line {number}: layer, token, request and the experts must be whole numbers, found {entry}"
+        )
     request, token, layer, decode = (int(value) for value in whole)  # type: ignore[call-overload]
     if min(request, token, layer) < 0 or decode not in (0, 1):
         raise TraceFormatError(f"{path}, line {number}: negative numbers, or a decode that is neither 0 nor 1: {entry}")
@@ -104,14 +112,18 @@ def _assemble(path: Path, lines: list[_Line], metadata: dict[str, str], num_expe
     rows = {key: i for i, key in enumerate(dict.fromkeys((line.request, line.token) for line in lines))}
     layers, top_k = 1 + max(line.layer for line in lines), max(len(line.experts) for line in lines)
     if layers > 10_000 or top_k > 4096:
-        raise TraceFormatError(f"{path}: {layers} layers of top-{top_k} are no routing; look at the largest layer number")
+        raise TraceFormatError(
+            f"{path}: {layers} layers of top-{top_k} are no routing; look at the largest layer number"
+        )
     experts = np.full((len(rows), layers, top_k), -1, np.int16)
     decode = np.ones(len(rows), np.uint8)
     filled = np.zeros((len(rows), layers), bool)
     for line in lines:
         row = rows[line.request, line.token]
         if filled[row, line.layer]:
-            raise TraceFormatError(f"{path}, line {line.number}: token {line.token} of request {line.request} has layer {line.layer} already")
+            raise TraceFormatError(
+                f"{path}, line {line.number}: token {line.token} of request {line.request} has layer {line.layer} already"
+            )
         if any(not -1 <= e < 32767 for e in line.experts):
             raise TraceFormatError(f"{path}, line {line.number}: experts {line.experts} are out of range")
         filled[row, line.layer] = True
@@ -148,10 +160,14 @@ def format_trace(trace: Trace, suffix: str) -> str:
         The trace's requests take turns, which lines sorted by request cannot say.
     """
     if (np.diff(trace.request) < 0).any():
-        raise TraceFormatError(f"{trace.name}: its requests take turns; a text trace is sorted by request, so keep it as .safetensors")
+        raise TraceFormatError(
+            f"{trace.name}: its requests take turns; a text trace is sorted by request, so keep it as .safetensors"
+        )
     out = io.StringIO()
     if suffix == ".jsonl":
-        out.write(json.dumps({"model": trace.model, "num_experts": list(trace.num_experts), "top_k": trace.top_k}) + "\n")
+        out.write(
+            json.dumps({"model": trace.model, "num_experts": list(trace.num_experts), "top_k": trace.top_k}) + "\n"
+        )
     else:
         out.write(",".join(_FIELDS) + "\n")
     first = np.searchsorted(trace.request, np.arange(trace.requests))

@@ -155,13 +155,19 @@ def read_trace(path: str | os.PathLike[str], num_experts: int | None = None) -> 
         raise TraceFormatError(f"{path}: its metadata lacks {', '.join(missing)}; convert the trace again with them")
     absent = [name for name in ("experts", "request", "decode") if name not in tensors]
     if absent:
-        raise TraceFormatError(f"{path} has no tensor {', '.join(absent)}; a routing trace has experts, request and decode")
+        raise TraceFormatError(
+            f"{path} has no tensor {', '.join(absent)}; a routing trace has experts, request and decode"
+        )
     experts = tensors["experts"]
     if experts.ndim != 3 or experts.dtype not in (np.uint8, np.int16):
-        raise TraceFormatError(f"{path}: experts are {experts.dtype} {experts.shape}; expected uint8 or int16 [tokens, layers, k]")
+        raise TraceFormatError(
+            f"{path}: experts are {experts.dtype} {experts.shape}; expected uint8 or int16 [tokens, layers, k]"
+        )
     layers, top_k = _number(metadata, "num_layers", path), _number(metadata, "top_k", path)
     if (layers, top_k) != experts.shape[1:]:
-        raise TraceFormatError(f"{path}: metadata says {layers} layers, top-{top_k}; experts have shape {experts.shape}")
+        raise TraceFormatError(
+            f"{path}: metadata says {layers} layers, top-{top_k}; experts have shape {experts.shape}"
+        )
     for name in _SHAPED_BY_TOKENS:
         if name in tensors and (tensors[name].shape != experts.shape[:1] or tensors[name].dtype.kind not in "iu"):
             raise TraceFormatError(
@@ -219,7 +225,11 @@ def _experts_per_layer(metadata: Mapping[str, str], layers: int, path: Path) -> 
     except ValueError:
         found = None
     per_layer = [found] * layers if isinstance(found, int) else found
-    if not isinstance(per_layer, list) or len(per_layer) != layers or not all(isinstance(n, int) and n > 0 for n in per_layer):
+    if (
+        not isinstance(per_layer, list)
+        or len(per_layer) != layers
+        or not all(isinstance(n, int) and n > 0 for n in per_layer)
+    ):
         raise TraceFormatError(
             f"{path}: metadata num_experts is {metadata['num_experts']!r}; expected a positive number or a list of {layers}"
         )
@@ -242,7 +252,9 @@ def _check(trace: Trace) -> None:
         raise TraceFormatError(f"{where}: request {trace.request.min()} is negative")
     _check_requests(trace)
     if trace.weights is not None and trace.weights.shape != experts.shape:
-        raise TraceFormatError(f"{where}: weights have shape {trace.weights.shape}; expected that of the experts, {experts.shape}")
+        raise TraceFormatError(
+            f"{where}: weights have shape {trace.weights.shape}; expected that of the experts, {experts.shape}"
+        )
     for name in ("decode", "counted"):
         flags = getattr(trace, name)
         if flags is not None and flags.max() > 1:
@@ -256,7 +268,9 @@ def _check_requests(trace: Trace) -> None:
         empty = int(np.argmin(used))
         raise TraceFormatError(f"{where}: request {empty} has no tokens; requests are numbered 0, 1, ... without gaps")
     if trace.request_group is not None and trace.request_group.shape != used.shape:
-        raise TraceFormatError(f"{where}: request_group has shape {trace.request_group.shape}; {len(used)} requests have tokens")
+        raise TraceFormatError(
+            f"{where}: request_group has shape {trace.request_group.shape}; {len(used)} requests have tokens"
+        )
     if trace.forward is None:
         falls = np.flatnonzero(np.diff(request) < 0)
         if len(falls):
@@ -270,7 +284,9 @@ def _check_requests(trace: Trace) -> None:
         raise TraceFormatError(f"{where}: forward passes are not sorted at token {int(np.argmax(step < 0)) + 1}")
     mixed = (step == 0) & ((np.diff(request) != 0) | (np.diff(trace.decode.astype(np.int8)) != 0))
     if mixed.any():
-        raise TraceFormatError(f"{where}: forward pass {trace.forward[np.argmax(mixed)]} belongs to two requests, or to prompt and answer")
+        raise TraceFormatError(
+            f"{where}: forward pass {trace.forward[np.argmax(mixed)]} belongs to two requests, or to prompt and answer"
+        )
 
 
 def merge(traces: Sequence[Trace], name: str = "merged") -> Trace:
@@ -286,7 +302,9 @@ def merge(traces: Sequence[Trace], name: str = "merged") -> Trace:
         check_same_model(first, other.fingerprint, other.model, other.name)
     requests = np.cumsum([0] + [trace.requests for trace in traces])
     recorded = any(trace.forward is not None for trace in traces)
-    passes = [trace.forward if trace.forward is not None else np.arange(trace.tokens, dtype=np.int32) for trace in traces]
+    passes = [
+        trace.forward if trace.forward is not None else np.arange(trace.tokens, dtype=np.int32) for trace in traces
+    ]
     offsets = np.cumsum([0] + [int(x.max()) + 1 for x in passes])
     some_uncounted = any(trace.counted is not None for trace in traces)
     counted = [np.ones(trace.tokens, np.uint8) if trace.counted is None else trace.counted for trace in traces]
@@ -294,11 +312,17 @@ def merge(traces: Sequence[Trace], name: str = "merged") -> Trace:
         first,
         name=name,
         experts=np.concatenate([trace.experts for trace in traces]),
-        request=np.concatenate([trace.request + n for trace, n in zip(traces, requests, strict=False)]).astype(np.int32),
+        request=np.concatenate([trace.request + n for trace, n in zip(traces, requests, strict=False)]).astype(
+            np.int32
+        ),
         decode=np.concatenate([trace.decode for trace in traces]),
-        forward=np.concatenate([x + n for x, n in zip(passes, offsets, strict=False)]).astype(np.int32) if recorded else None,
+        forward=np.concatenate([x + n for x, n in zip(passes, offsets, strict=False)]).astype(np.int32)
+        if recorded
+        else None,
         counted=np.concatenate(counted) if some_uncounted else None,
-        weights=np.concatenate([t.weights for t in traces if t.weights is not None]) if all(t.weights is not None for t in traces) else None,
+        weights=np.concatenate([t.weights for t in traces if t.weights is not None])
+        if all(t.weights is not None for t in traces)
+        else None,
         request_group=None,
         metadata={key: value for key, value in first.metadata.items() if key not in ("groups", "source")},
     )
@@ -349,16 +373,25 @@ class Counts:
         metadata, tensors = read_tensors(path)
         counts, tokens = tensors.get("counts"), tensors.get("tokens")
         if counts is None or tokens is None or counts.ndim != 3 or tokens.shape != counts.shape[:1]:
-            raise TraceFormatError(f"{path} is no file of activation counts: expected counts [entries, layers, experts] and tokens [entries]")
+            raise TraceFormatError(
+                f"{path} is no file of activation counts: expected counts [entries, layers, experts] and tokens [entries]"
+            )
         if counts.size == 0 or counts.min() < 0 or tokens.min() < 0:
             raise TraceFormatError(f"{path}: nothing counted, or negative counts")
-        return cls(counts, tokens.astype(np.int64), _number({"top_k": "0", **metadata}, "top_k", path), metadata.get("model", path.stem))
+        return cls(
+            counts,
+            tokens.astype(np.int64),
+            _number({"top_k": "0", **metadata}, "top_k", path),
+            metadata.get("model", path.stem),
+        )
 
     def history(self, capacity: int = 1000) -> History:
         """A history with one entry for each of these, as answers; large counts are scaled down to what an entry holds."""
         layers, experts = self.counts.shape[1:]
         history = History(Fingerprint((experts,) * layers, self.top_k, ""), capacity)
-        for counts, tokens in zip(self.counts.reshape(len(self.counts), -1).astype(np.int64), self.tokens.tolist(), strict=True):
+        for counts, tokens in zip(
+            self.counts.reshape(len(self.counts), -1).astype(np.int64), self.tokens.tolist(), strict=True
+        ):
             scale = max(1.0, counts.max() / 65535)
             scaled = np.floor(counts / scale).astype(np.int64)
             history.add(np.zeros_like(scaled), scaled, int(tokens / scale))
