@@ -1,4 +1,4 @@
-"""Plain references for the deciding room: NumPy in float64, dicts, one token at a time. Nothing here is fast or imports ``_core``."""
+"""Plain references for the deciding room: NumPy in float64, dicts, one token at a time. Nothing imports ``_core``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ class HistoryReference:
         return np.array([cosine(counts, entry) for entry in self.entries], np.float64)
 
     def replaceable(self, counts: Counts) -> list[int]:
-        """Entries a full store may give up for `counts`: the most similar, and those that float32 cannot tell from it."""
+        """Entries a full store may give up for `counts`: the most similar, and what float32 takes for it."""
         return nearest(self.similarities(counts)) or [0]
 
     def add(self, prompt: Counts, decode: Counts, tokens: int, entry: int | None = None) -> None:
@@ -149,7 +150,7 @@ class RequestReference:
         self.previous = layer, seen
 
     def ratios(self) -> list[NDArray[np.float64]]:
-        """Shares within the layers of the best match, for each match that float32 cannot tell from the best; of itself before any."""
+        """Shares within the layers of the best match (each that float32 cannot tell from it); of itself before any."""
         matches = nearest(self.history.similarities(self.counts))
         matrices = [self.history.entries[i] for i in matches] or [self.counts]
         return [self._shares(matrix) for matrix in matrices]
@@ -237,14 +238,14 @@ class SlotTable:
         return sorted({self.layout.offset[layer] + e for row in ids for e in row if e >= 0})
 
     def victims(self, step: Sequence[int], candidates: Sequence[int], wanted: int, score: Score) -> list[int]:
-        """Residents to give up, first choice first: largest score, then longest unused, then lowest slot; never one of the step."""
+        """Residents to give up, best first: largest score, longest unused, lowest slot; never one of the step."""
         free = [gid for gid in candidates if gid in self.slots and gid not in step]
         return sorted(free, key=lambda gid: (-score(gid), self.last[gid], self.slots[gid]))[:wanted]
 
     def ambiguous(self, step: Sequence[int], candidates: Sequence[int], score: Score) -> bool:
         """Whether two scores differ by less than float32 resolves without being equal."""
         scores = sorted({score(gid) for gid in candidates if gid in self.slots and gid not in step})
-        return any(b - a < CLOSE * max(1.0, abs(a)) for a, b in zip(scores, scores[1:], strict=False))
+        return any(b - a < CLOSE * max(1.0, abs(a)) for a, b in pairwise(scores))
 
     def place(self, gid: int, slot: int) -> None:
         for other in [g for g, s in self.slots.items() if s == slot]:
@@ -314,7 +315,7 @@ def call_route(
 
 
 def run_step(core: Any, step: Any) -> list[int]:
-    """Land every copy, compute every expert, in waves if it must; returns the experts in the order handed out. Does not release."""
+    """Land every copy, compute every expert, in waves if it must; returns the experts in order. Does not release."""
     order = []
     land(core, step.plan)
     while step.done < step.unique:

@@ -420,8 +420,8 @@ def test_a_long_prompt_is_grouped_the_same_way() -> None:
         position, token = torch.where(mask[expert])
         np.testing.assert_array_equal(step.topk_position[begin:end], position)
         np.testing.assert_array_equal(step.token_index[begin:end], token)
+    ids[1400, 2] = 16
     with pytest.raises(RoutingError, match="token 1400, position 2"):
-        ids[1400, 2] = 16
         call_route(core, core.begin_request(), 0, ids)
 
 

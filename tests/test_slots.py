@@ -1,0 +1,635 @@
+"""The slot table under anything that can happen: requests and leases side by side, late and failed copies, waves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from reference_core import SETTINGS, Layout, call_route, land, run_step
+from test_core import id_rows, make_core
+
+from moecache.errors import LeaseError
+
+MODELS = [
+    ((6,), [0]),
+    ((4, 4), [0, 0]),
+    ((3, 6, 4), [0, 1, 0]),
+    ((5, 5, 5, 5), [0, 0, 0, 0]),
+]
+
+
+@dataclass
+class OpenLease:
+    step: Any
+    layer: int
+    held: dict[int, int] = field(default_factory=dict)  # slot -> generation
+    handed: list[int] = field(default_factory=list)  # experts, in the order handed out
+    taken: int = -1
+
+
+class Mover:
+    """Lands copies when told to, and writes what really is in each slot."""
+
+    def __init__(self, complete: np.ndarray) -> None:
+        self.complete = complete
+        self.memory = [-1] * len(complete)
+        self.jobs: dict[int, tuple[int, int]] = {}  # slot -> (gid, generation)
+        self.newest = [0] * len(complete)
+
+    def submit(self, plan: Any) -> None:
+        for slot, generation in plan.drops.tolist():
+            if slot in self.jobs and self.jobs[slot][1] == generation:
+                del self.jobs[slot]
+        for gid, slot, generation in [*plan.fetches.tolist(), *plan.prefetches.tolist()]:
+            if self.complete[slot] == generation or generation < self.newest[slot]:
+                continue
+            assert slot not in self.jobs or self.jobs[slot] == (gid, generation), (
+                "a slot's earlier copy has to be dropped first"
+            )
+            self.newest[slot] = generation
+            self.jobs[slot] = (gid, generation)
+            self.memory[slot] = -1
+
+    def land(self, slot: int) -> None:
+        self.memory[slot], generation = self.jobs.pop(slot)
+        self.complete[slot] = generation
+
+    def fail(self, slot: int) -> tuple[int, int]:
+        _, generation = self.jobs.pop(slot)
+        self.complete[slot] = -generation
+        return slot, generation
+
+
+class Slots(RuleBasedStateMachine):
+    """In any order of events no slot is given away under a reader, and every expert handed out is the right one."""
+
+    @initialize(
+        model=st.sampled_from(MODELS),
+        room=st.lists(st.integers(1, 6), min_size=2, max_size=2),
+        policy=st.sampled_from(["lru", "lfu", "expected-next-use", "moe-infinity"]),
+        prefetch=st.booleans(),
+    )
+    def start(self, model: Any, room: list[int], policy: str, prefetch: bool) -> None:
+        num_experts, kinds = model
+        self.layout = Layout(num_experts)
+        self.kinds = kinds
+        self.room = [min(n + (3 if prefetch else 0), self._experts_of(k)) for k, n in enumerate(room[: max(kinds) + 1])]
+        self.core = make_core(num_experts, self.room, policy=policy, kinds=kinds, prefetch=prefetch, history=2, top_k=1)
+        if prefetch:
+            self._expect_the_same_number_next()
+        self.mover = Mover(self.core.complete)
+        self.requests: list[Any] = []
+        self.at: dict[int, int] = {}
+        self.leases: list[OpenLease] = []
+        self.generations = self.core.slot_generation.copy()
+        self.tenants = self.core.slot_expert.copy()
+        self.demands = self.hits = 0
+        self.begin()
+
+    def _expect_the_same_number_next(self) -> None:
+        # As if earlier requests had always gone from expert e to expert e of the next layer.
+        store, at = self.core.store, 0
+        for layer, experts in enumerate(self.layout.num_experts):
+            following = self.layout.num_experts[(layer + 1) % self.layout.layers]
+            for e in range(experts):
+                store.transitions[at + e * following + e % following] = 1000
+            at += experts * following
+        store.origins[:] = 1000
+
+    def _experts_of(self, kind: int) -> int:
+        return sum(n for n, k in zip(self.layout.num_experts, self.kinds, strict=True) if k == kind)
+
+    def _slots_of(self, kind: int) -> range:
+        begin = sum(self.room[:kind])
+        return range(begin, begin + self.room[kind])
+
+    # Events
+
+    @precondition(lambda self: len(self.requests) < 3)
+    @rule()
+    def begin(self) -> None:
+        self.requests.append(self.core.begin_request())
+        self.at[self.requests[-1].number] = 0
+
+    @precondition(lambda self: len(self.requests) > 1)
+    @rule(data=st.data(), keep=st.booleans())
+    def end(self, data: st.DataObject, keep: bool) -> None:
+        request = self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))
+        self.core.end_request(request, keep)
+        self.core.end_request(request, keep)
+
+    @precondition(lambda self: self.requests and len(self.leases) < 3)
+    @rule(data=st.data(), decode=st.booleans(), rows=st.integers(1, 6))
+    def route(self, data: st.DataObject, decode: bool, rows: int) -> None:
+        request = data.draw(st.sampled_from(self.requests))
+        layer = self.at[request.number]
+        self.at[request.number] = (layer + 1) % self.layout.layers
+        ids = data.draw(id_rows(self.layout.num_experts[layer], st.just(rows), st.integers(1, 2)))
+        self._route(request, layer, ids, decode)
+
+    @precondition(lambda self: self.requests and not self.leases)
+    @rule(data=st.data(), expert=st.integers(0, 5), prefetches_land=st.booleans())
+    def token(self, data: st.DataObject, expert: int, prefetches_land: bool) -> None:
+        """One token through all layers; what is fetched ahead may come in time or not."""
+        request = data.draw(st.sampled_from(self.requests))
+        for layer, experts in enumerate(self.layout.num_experts):
+            lease = self._route(request, layer, [[expert % experts]], True)
+            for slot in sorted(self.mover.jobs):
+                if prefetches_land or slot in lease.held:
+                    self.mover.land(slot)
+            self._handed(lease, self.core.take(lease.step))
+            self._finish(lease)
+            self.core.release(self.leases.pop().step)
+            self.check_all()
+        self.at[request.number] = 0
+
+    def _route(self, request: Any, layer: int, ids: list[list[int]], decode: bool) -> OpenLease:
+        before = self._snapshot()
+        step = call_route(self.core, request, layer, ids, decode)
+        lease = OpenLease(step, layer)
+        self.leases.append(lease)
+        self._hold_new(lease, [-1] * step.unique)
+        self.mover.submit(step.plan)
+        self._check_route(step, layer, ids, before)
+        return lease
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), waiting=st.booleans())
+    def advance(self, data: st.DataObject, waiting: bool) -> None:
+        """Ask for the next item of a lease; when nothing is there, let a copy land or look for slots."""
+        lease = data.draw(st.sampled_from(self.leases))
+        self._finish(lease)
+        i = self.core.take(lease.step)
+        if i >= 0:
+            self._handed(lease, i)
+        elif waiting:
+            _, slots, _ = lease.step.pending()
+            landing = [s for s in slots.tolist() if s in self.mover.jobs]
+            if landing:
+                self.mover.land(landing[0])
+            elif not len(slots):
+                self._retry(lease)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        """Also in the middle: an exception in the expert's arithmetic."""
+        lease = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        self.core.release(lease.step)
+        self.core.release(lease.step)
+
+    @precondition(lambda self: self.mover.jobs)
+    @rule(data=st.data())
+    def land(self, data: st.DataObject) -> None:
+        self.mover.land(data.draw(st.sampled_from(sorted(self.mover.jobs))))
+
+    @precondition(lambda self: self.mover.jobs)
+    @rule(data=st.data(), noticed=st.booleans())
+    def fail(self, data: st.DataObject, noticed: bool) -> None:
+        slot, generation = self.mover.fail(data.draw(st.sampled_from(sorted(self.mover.jobs))))
+        if noticed:
+            self.core.fail(slot, generation)
+            self.core.fail(slot, generation)
+
+    # What each must leave behind
+
+    def _snapshot(self) -> dict[str, Any]:
+        core = self.core
+        return {
+            "expert": core.slot_expert.copy(),
+            "generation": core.slot_generation.copy(),
+            "pins": core.slot_pins.copy(),
+            "complete": core.complete.copy(),
+        }
+
+    def _check_route(self, step: Any, layer: int, ids: list[list[int]], before: dict[str, Any]) -> None:
+        offset = self.layout.offset[layer]
+        experts = sorted({e for row in ids for e in row if e >= 0})
+        assert step.expert_list() == experts
+        where = {int(gid): slot for slot, gid in enumerate(before["expert"]) if gid >= 0}
+        # A hit: it was there, and whole, before the step.
+        hits = [
+            e
+            for e in experts
+            if offset + e in where and before["complete"][where[offset + e]] == before["generation"][where[offset + e]]
+        ]
+        # What the step finds failed is vacant from here on.
+        failed = {
+            where[offset + e]
+            for e in experts
+            if offset + e in where and before["complete"][where[offset + e]] == -before["generation"][where[offset + e]]
+        }
+        assert (step.hits, step.missing) == (len(hits), len(experts) - len(hits))
+        self.demands += len(experts)
+        self.hits += len(hits)
+        for e, slot in zip(experts, step.slot_list(), strict=True):
+            if slot >= 0:
+                assert self.core.slot_expert[slot] == offset + e
+                assert slot in self._slots_of(self.kinds[layer])
+            if offset + e in where and where[offset + e] not in failed:
+                assert slot == where[offset + e]
+        # Free slots go first, and nobody goes without while one can be given up.
+        kind = self._slots_of(self.kinds[layer])
+        own = {where[offset + e] for e in experts if offset + e in where} - failed
+        usable = [s for s in kind if s not in own and (before["pins"][s] == 0)]
+        lacking = len(experts) - len(own)
+        assert len([s for s in step.slot_list() if s >= 0]) == len(own) + min(lacking, len(usable))
+        assert step.deferred == max(0, lacking - len(usable))
+        vacant = [s for s in usable if before["expert"][s] < 0 or s in failed]
+        fetched = {slot for _, slot, _ in step.plan.fetches.tolist()} - own
+        dropped = set(
+            step.plan.drops[:, 0].tolist()
+        )  # in flight, or a prefetch that proved wrong: its slot is free from here on
+        if any(before["expert"][s] >= 0 and s not in failed | dropped for s in fetched):
+            assert fetched.issuperset(vacant)
+        if step.deferred:
+            self._check_busiest_first(
+                step, own, {offset + e: s for e, s in zip(experts, step.slot_list(), strict=True)}, offset
+            )
+
+    def _check_busiest_first(self, step: Any, own: set[int], slots: dict[int, int], offset: int) -> None:
+        pairs = {offset + e: end - begin for e, _, begin, end in (step.item(i) for i in range(step.unique))}
+        given = [pairs[gid] for gid, slot in slots.items() if slot >= 0 and slot not in own]
+        left = [pairs[gid] for gid, slot in slots.items() if slot < 0]
+        assert not given or min(given) >= max(left)
+
+    def _handed(self, lease: OpenLease, i: int) -> None:
+        expert, slot, begin, end = lease.step.item(i)
+        assert end > begin
+        assert self.mover.memory[slot] == self.layout.offset[lease.layer] + expert, "another expert's bytes"
+        assert lease.held[slot] == self.core.slot_generation[slot] == self.core.complete[slot]
+        assert expert not in lease.handed
+        lease.handed.append(expert)
+        lease.taken = i
+
+    def _finish(self, lease: OpenLease) -> None:
+        if lease.taken < 0:
+            return
+        i, lease.taken = lease.taken, -1
+        slot = lease.step.item(i)[1]
+        before, generation = lease.step.slot_list(), lease.held[slot]
+        if self.core.finish(lease.step, i):
+            if self.core.slot_generation[slot] != generation:
+                # The next wave goes through a slot that only this lease holds.
+                assert not any(other.held.get(slot) == generation for other in self.leases if other is not lease)
+            self.mover.submit(lease.step.plan)
+        self._hold_new(lease, before)
+
+    def _hold_new(self, lease: OpenLease, before: list[int]) -> None:
+        for e, old, new in zip(lease.step.expert_list(), before, lease.step.slot_list(), strict=True):
+            if old < 0 <= new:
+                assert self.core.slot_expert[new] == self.layout.offset[lease.layer] + e
+                lease.held[new] = int(self.core.slot_generation[new])
+
+    def _retry(self, lease: OpenLease) -> None:
+        if not lease.step.deferred:
+            assert not self.core.retry(lease.step)
+            return
+        before = lease.step.slot_list()
+        found = self.core.retry(lease.step)
+        # What it has computed is let go; failed ones are still held, by their pins.
+        done = [lease.step.item(i)[1] for i in range(lease.step.unique) if lease.step.item(i)[0] in lease.handed]
+        for slot in done:
+            lease.held.pop(slot, None)
+        assert found == (before.count(-1) > lease.step.slot_list().count(-1))
+        self._hold_new(lease, before)
+        self.mover.submit(lease.step.plan)
+
+    # Always
+
+    @invariant()
+    def check_all(self) -> None:
+        if hasattr(self, "core"):
+            self.no_expert_has_two_slots()
+            self.generations_number_the_tenancies()
+            self.pins_are_the_open_leases()
+            self.counters_add_up()
+
+    def no_expert_has_two_slots(self) -> None:
+        tenants = self.core.slot_expert[self.core.slot_expert >= 0].tolist()
+        assert len(tenants) == len(set(tenants)) <= self.core.num_slots
+        assert sorted(self.core.resident().tolist()) == sorted(tenants)
+        for kind in range(len(self.room)):
+            for slot in self._slots_of(kind):
+                gid = self.core.slot_expert[slot]
+                assert gid < 0 or self.kinds[self.layout.layer_of[gid]] == kind
+
+    def generations_number_the_tenancies(self) -> None:
+        now, tenants = self.core.slot_generation, self.core.slot_expert
+        assert (now >= self.generations).all()
+        changed = (tenants != self.tenants) & (tenants >= 0)
+        assert (now > self.generations)[changed].all()
+        self.generations, self.tenants = now.copy(), tenants.copy()
+
+    def pins_are_the_open_leases(self) -> None:
+        held = np.zeros(self.core.num_slots, np.int32)
+        for lease in self.leases:
+            for slot, generation in lease.held.items():
+                assert self.core.slot_generation[slot] == generation, "a slot was given away under its reader"
+                held[slot] += 1
+        np.testing.assert_array_equal(self.core.slot_pins, held)
+
+    def counters_add_up(self) -> None:
+        n = self.core.counters()
+        assert n["hits"] + n["misses"] == n["demands"] == self.demands == self.core.layer_demands.sum()
+        assert n["hits"] == self.hits == self.core.layer_hits.sum()
+        settled = n["prefetch_useful"] + n["prefetch_late"] + n["prefetch_wasted"]
+        assert 0 <= n["prefetch_issued"] - settled <= self.core.num_slots + 64
+        assert n["prefetch_dropped"] <= n["prefetch_wasted"]
+
+    def teardown(self) -> None:
+        """Everything ends: all slots can be used again, and no prefetch is left unaccounted for."""
+        if not hasattr(self, "core"):
+            return
+        for lease in self.leases:
+            self.core.release(lease.step)
+        self.leases = []
+        for request in self.requests:
+            self.core.end_request(request)
+        n = self.core.counters()
+        assert n["prefetch_issued"] == n["prefetch_useful"] + n["prefetch_late"] + n["prefetch_wasted"]
+        assert not self.core.slot_pins.any()
+        assert self.core.holders() == []
+        for slot in list(self.mover.jobs):
+            self.mover.land(slot)
+        request = self.core.begin_request()
+        for layer, experts in enumerate(self.layout.num_experts):
+            for e in range(experts):
+                step = call_route(self.core, request, layer, [[e]], False)
+                assert step.deferred == 0
+                run_step(self.core, step)
+                self.core.release(step)
+        for kind, room in enumerate(self.room):
+            assert (self.core.slot_expert[list(self._slots_of(kind))] >= 0).sum() == room
+
+
+Slots.TestCase.settings = settings(SETTINGS, max_examples=120, stateful_step_count=30)
+TestSlots = Slots.TestCase
+
+
+# Waves, one by one
+
+
+def fill(core: Any, request: Any, layer: int, experts: list[int]) -> None:
+    for e in experts:
+        step = call_route(core, request, layer, [[e]])
+        run_step(core, step)
+        core.release(step)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("policy", ["lru", "expected-next-use"])
+def test_a_step_larger_than_the_pool_hands_out_everything_once(slots: int, policy: str) -> None:
+    core = make_core((12, 12), slots, policy=policy)
+    request = core.begin_request()
+    for layer in (0, 1, 0):
+        step = call_route(core, request, layer, [[e, (e + 1) % 12] for e in range(12)])
+        assert step.deferred == 12 - slots
+        assert sorted(run_step(core, step)) == list(range(12))
+        assert (core.slot_expert >= 0).sum() == slots
+        core.release(step)
+        assert not core.slot_pins.any()
+    assert core.counters()["waves"] == 3
+
+
+def test_the_first_wave_keeps_most_of_its_slots() -> None:
+    # 8 slots, 16 experts; 0..7 are the busiest and come first. Later waves use the slots of a few of the least busy.
+    core = make_core((16,), 8)
+    request = core.begin_request()
+    ids = [[e, 8 + e] for e in range(8)] + [[e, e] for e in range(8)] + [[e, -1] for e in range(4)]
+    step = call_route(core, request, 0, ids)
+    assert [e for e, slot in zip(step.expert_list(), step.slot_list(), strict=True) if slot >= 0] == list(range(8))
+    run_step(core, step)
+    core.release(step)
+    kept = set(core.slot_expert.tolist()) & set(range(8))
+    assert len(kept) >= 8 - 2
+    assert {0, 1, 2, 3} <= kept
+
+
+def test_everything_pinned_hands_out_no_slot_and_recovers() -> None:
+    core = make_core((8,), 2)
+    request = core.begin_request()
+    first = call_route(core, request, 0, [[0, 1]])
+    run_step(core, first)
+    second = call_route(core, request, 0, [[2]])
+    assert (second.deferred, second.slot_list(), second.plan.empty) == (1, [-1], True)
+    assert not core.retry(second)
+    assert core.holders() == [(0, 0), (0, 1)]
+    core.release(first)
+    assert run_step(core, second) == [2]
+    core.release(second)
+    assert not core.slot_pins.any()
+
+
+def test_a_prefetch_finds_no_slot_when_all_are_pinned() -> None:
+    # Two layers, both slots leased: whatever is forecast, nothing is given away.
+    core = make_core((2, 2), 2, prefetch=True, top_k=1)
+    request = core.begin_request()
+    for _ in range(40):
+        for layer in (0, 1):
+            step = call_route(core, request, layer, [[0]])
+            run_step(core, step)
+            core.release(step)
+    leases = [call_route(core, request, layer, [[1]]) for layer in (0, 1)]
+    for step in leases:
+        run_step(core, step)
+    assert sorted(core.slot_expert) == [1, 3]
+    for step in leases:
+        core.release(step)
+
+
+def test_two_leases_on_one_expert_join_one_copy() -> None:
+    core = make_core((4,), 2)
+    a, b = core.begin_request(), core.begin_request()
+    first, second = call_route(core, a, 0, [[3]]), call_route(core, b, 0, [[3]])
+    assert first.plan.fetches.tolist() == second.plan.fetches.tolist()
+    slot = first.slot_list()[0]
+    assert core.slot_pins[slot] == 2
+    core.release(first)
+    assert core.slot_pins[slot] == 1
+    fill(core, a, 0, [0, 1, 2, 0, 1, 2])
+    assert core.slot_expert[slot] == 3
+    run_step(core, second)
+    core.release(second)
+    assert core.slot_pins[slot] == 0
+
+
+def test_an_expert_of_a_later_wave_that_another_request_brought_is_joined() -> None:
+    core = make_core((6,), 3)
+    a, b = core.begin_request(), core.begin_request()
+    large = call_route(core, a, 0, [[0, 0], [1, 1], [2, 3], [2, 3]])
+    assert large.slot_list().count(-1) == 1
+    core.release(call_route(core, b, 0, [[4]]))  # nothing is free: it gets no slot
+    other = call_route(core, b, 0, [[0]])
+    land(core, large.plan)
+    assert run_step(core, other) == [0]
+    core.release(other)
+    assert sorted(run_step(core, large)) == [0, 1, 2, 3]
+    core.release(large)
+    assert len(set(core.slot_expert)) == 3
+
+
+def test_an_expert_waiting_for_a_slot_never_gets_a_second_one() -> None:
+    # `first` holds both slots; `second` and `third` wait for the same expert, and `third` is served first.
+    core = make_core((6,), 2)
+    request = core.begin_request()
+    first, second, third = (call_route(core, request, 0, ids) for ids in ([[0, 1]], [[5]], [[5]]))
+    run_step(core, first)
+    core.release(first)
+    assert run_step(core, third) == [5]
+    assert core.retry(second)
+    assert second.plan.empty
+    assert run_step(core, second) == [5]
+    assert core.slot_expert.tolist().count(5) == 1
+    assert core.slot_pins.sum() == 2
+    for step in (second, third):
+        core.release(step)
+    assert not core.slot_pins.any()
+
+
+def test_a_failed_copy_gives_its_slot_back_when_the_last_holder_lets_go() -> None:
+    core = make_core((4,), 1)
+    request = core.begin_request()
+    step = call_route(core, request, 0, [[3]])
+    slot, generation = step.slot_list()[0], int(core.slot_generation[0])
+    core.complete[slot] = -generation
+    core.fail(slot, generation)
+    assert core.resident().tolist() == []
+    blocked = call_route(core, request, 0, [[2]])
+    assert blocked.deferred == 1
+    core.release(step)
+    assert run_step(core, blocked) == [2]
+    core.release(blocked)
+    core.fail(slot, generation)  # news of an earlier tenancy
+    assert core.resident().tolist() == [2]
+
+
+def test_a_failed_prefetch_or_an_unseen_failure_is_fetched_again() -> None:
+    core = make_core((4,), 2)
+    request = core.begin_request()
+    step = call_route(core, request, 0, [[3]])
+    generation = step.plan.fetches[0, 2]
+    core.release(step)
+    core.complete[step.plan.fetches[0, 1]] = -generation
+    again = call_route(core, request, 0, [[3]])
+    assert (again.hits, len(again.plan.fetches)) == (0, 1)
+    assert run_step(core, again) == [3]
+    core.release(again)
+    assert not core.slot_pins.any()
+
+
+def test_an_evicted_copy_in_flight_is_dropped_and_is_no_eviction() -> None:
+    core = make_core((4,), 1)
+    request = core.begin_request()
+    first = call_route(core, request, 0, [[0]])
+    core.release(first)
+    second = call_route(core, request, 0, [[1]])
+    assert second.plan.drops.tolist() == first.plan.fetches[:, 1:].tolist()
+    assert core.evictions == 0
+    run_step(core, second)
+    core.release(second)
+    call_route(core, request, 0, [[2]])
+    assert core.evictions == 1
+
+
+# Prefetches
+
+
+def skewed(core: Any, tokens: int, seed: int = 0, late: bool = False) -> None:
+    """Experts follow experts: layer l + 1 uses what layer l did, one further on."""
+    rng = np.random.default_rng(seed)
+    request = core.begin_request()
+    layers, experts = core.num_layers, int(core.store.num_experts[0])
+    for _ in range(tokens):
+        e = int(rng.integers(experts))
+        for layer in range(layers):
+            step = call_route(core, request, layer, [[(e + layer) % experts]])
+            prefetched = step.plan.prefetches.tolist()
+            for _, slot, generation in step.plan.fetches.tolist() + ([] if late else prefetched):
+                core.complete[slot] = generation
+            run_demanded(core, step)
+            core.release(step)
+    core.end_request(request)
+
+
+def run_demanded(core: Any, step: Any) -> None:
+    while step.done < step.unique:
+        core.finish(step, core.take(step))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_predictable_trace_is_prefetched_and_the_prefetches_are_used(late: bool) -> None:
+    core = make_core((8, 8, 8, 8), 8, policy="expected-next-use", prefetch=True, top_k=1)
+    skewed(core, 300, late=late)
+    n = core.counters()
+    assert n["prefetch_issued"] > 100
+    assert n["prefetch_late" if late else "prefetch_useful"] > 0.8 * n["prefetch_issued"]
+    assert n["prefetch_useful" if late else "prefetch_late"] == 0
+    assert n["prefetch_issued"] == n["prefetch_useful"] + n["prefetch_late"] + n["prefetch_wasted"]
+    without = make_core((8, 8, 8, 8), 8, policy="expected-next-use", top_k=1)
+    skewed(without, 300)
+    assert without.counters()["prefetch_issued"] == 0
+    if not late:
+        assert core.hits > without.hits
+
+
+def test_a_pool_below_one_token_prefetches_nothing() -> None:
+    core = make_core((8, 8, 8, 8), 3, policy="expected-next-use", prefetch=True, top_k=1)
+    skewed(core, 100)
+    assert core.counters()["prefetch_issued"] == 0
+
+
+def test_a_prefetch_does_not_evict_an_expert_that_is_needed_sooner() -> None:
+    # Every layer uses expert 0 always; layer 1 is predicted to use a cold expert now and then, with all slots warm.
+    core = make_core((4, 4), 2, policy="expected-next-use", prefetch=True, top_k=1)
+    request = core.begin_request()
+    for _ in range(100):
+        for layer in (0, 1):
+            step = call_route(core, request, layer, [[0]])
+            run_step(core, step)
+            core.release(step)
+    hits = core.hits
+    for _ in range(30):
+        for layer in (0, 1):
+            step = call_route(core, request, layer, [[0]])
+            assert not set(step.plan.prefetches[:, 1].tolist()) & set(step.slot_list())
+            run_step(core, step)
+            core.release(step)
+    assert core.hits == hits + 60
+
+
+def test_a_lease_never_finishes_what_it_was_not_given() -> None:
+    core = make_core((4,), 2)
+    step = call_route(core, core.begin_request(), 0, [[0], [1], [2], [3]])
+    deferred = [i for i, slot in enumerate(step.slot_list()) if slot < 0]
+    with pytest.raises(LeaseError):
+        core.finish(step, deferred[0])
+
+
+# After a resize
+
+
+def test_retained_experts_are_those_the_policy_would_give_up_last() -> None:
+    core = make_core((8,), 4, policy="lru")
+    request = core.begin_request()
+    fill(core, request, 0, [3, 1, 4, 5, 1])
+    kept = [int(core.slot_expert[slot]) for slot in core.retained(0, 2)]
+    assert kept == [1, 5]
+    smaller = make_core((8,), 2, policy="lru", store=core.store)
+    for slot, gid in enumerate(kept):
+        smaller.adopt(slot, gid)
+    smaller.inherit(core)
+    assert smaller.counters() == core.counters()
+    step = call_route(smaller, request, 0, [[1, 5]])
+    assert step.hits == 2
+    smaller.release(step)
+    fill(smaller, request, 0, [7])
+    assert sorted(smaller.slot_expert) in ([1, 7], [5, 7])
+    for slot, gid in [(0, 3), (1, 7)]:
+        with pytest.raises(LeaseError, match="not vacant"):
+            smaller.adopt(slot, gid)
