@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,13 @@ def test_padding_is_computed_but_not_counted(model) -> None:
     assert routed_tokens(model) == int(mask.sum())
     model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
     assert routed_tokens(model) == int(mask.sum()) + 2 * len(ids)
+
+
+def test_request_of_a_thread_ends_with_it(model) -> None:
+    thread = threading.Thread(target=model.generate, args=(IDS,), kwargs={"max_new_tokens": 2, "do_sample": False})
+    thread.start()
+    thread.join()
+    assert model.moecache.stats().requests == 1
 
 
 def test_beams(model) -> None:

@@ -157,6 +157,7 @@ class Attachment:
     def remove(self) -> None:
         self.requests.end()
         self.cache.close()
+        self.cache.bank.close()
         for handle in self._handles:
             handle.remove()
         for layer in self.layers:

@@ -157,7 +157,7 @@ class PendingExperts:
     ) -> Callable[[], torch.Tensor]:
         dtype = dtypes.get(conversion.renamed)
         if self.quantizer is not None and self.quantizer.pre_quantized:
-            dtype = self.quantizer.get_new_dtype(mapping, self.index.tensors[name], dtype)
+            dtype = self.quantizer.get_new_dtype(mapping, torch.empty(0, dtype=self.index.tensors[name].dtype), dtype)
         return lambda: self.index.read(name).to(dtype) if dtype is not None else self.index.read(name)
 
 
@@ -177,7 +177,8 @@ def keep_experts_out() -> None:
     ) -> tuple[Any, Any]:
         layers = _requested(model)
         readable = checkpoint_files and all(str(file).endswith(".safetensors") for file in checkpoint_files)
-        if not layers or state_dict is not None or not readable:
+        quantises = load_config.hf_quantizer is not None and not load_config.hf_quantizer.pre_quantized
+        if not layers or state_dict is not None or not readable or quantises:
             return stock(model, state_dict, checkpoint_files, load_config, expected_keys)
         pending = _locate(model, layers, CheckpointIndex(checkpoint_files), load_config)  # type: ignore[arg-type]
         kept_out = {name for conversion in pending.conversions.values() for name in conversion.names}

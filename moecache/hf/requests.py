@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +19,26 @@ __all__ = ["Requests"]
 _CACHE_NAMES = ("past_key_values", "cache", "cache_params")
 
 
+class _Open:
+    """A request that ends at the latest with the thread whose it is."""
+
+    def __init__(self, cache: ExpertCache) -> None:
+        self._cache = cache
+        self.request: Request = cache.request()
+
+    def end(self) -> None:
+        if not self._cache.closed:
+            self.request.close()
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():
+            self.end()
+
+
 class _Current(threading.local):
     """The request that this thread's forward passes of one model belong to."""
 
-    request: Request | None = None
+    open: _Open | None = None
     decode: bool | None = None
     counted: torch.Tensor | None = None
     last_layer: int = -1
@@ -53,7 +71,7 @@ class Requests:
         current = self._current
         past = next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
         continues = _holds_tokens(past)
-        if not continues or current.request is None or not current.from_forward:
+        if not continues or current.open is None or not current.from_forward:
             self._begin(from_forward=True)
         current.decode = None if length is None else continues and length == 1
         current.counted = None if length == 1 else _counted(kwargs.get("attention_mask"), length)
@@ -65,26 +83,25 @@ class Requests:
         next one begins, or when a layer that is not deeper than the last one is called with several tokens.
         """
         current = self._current
-        if current.request is None or (not current.from_forward and layer <= current.last_layer and tokens > 1):
+        if current.open is None or (not current.from_forward and layer <= current.last_layer and tokens > 1):
             self._begin(from_forward=False)
         current.last_layer = layer
         counted = current.counted
         if counted is not None and counted.shape[0] != tokens:
             counted = None
-        return current.request, current.decode, counted  # type: ignore[return-value]
+        assert current.open is not None
+        return current.open.request, current.decode, counted
 
     def end(self) -> None:
         """End this thread's request, if there is one."""
-        current = self._current
-        if current.request is not None:
-            request, current.request = current.request, None
-            if not self._cache.closed:
-                request.close()
+        if self._current.open is not None:
+            self._current.open.end()
+            self._current.open = None
 
     def _begin(self, *, from_forward: bool) -> None:
         self.end()
         current = self._current
-        current.request = self._cache.request()
+        current.open = _Open(self._cache)
         current.decode, current.counted, current.last_layer = None, None, -1
         current.from_forward = from_forward
 
@@ -104,5 +121,5 @@ def _counted(mask: Any, length: int | None) -> torch.Tensor | None:
     """Rows of a prompt that a 2-D attention mask keeps, flattened as the experts see them; None for all."""
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or length is None or mask.shape[1] < length:
         return None
-    kept = mask[:, -length:].reshape(-1).bool()
+    kept = mask[:, -length:].reshape(-1).bool().cpu()
     return None if bool(kept.all()) else kept
