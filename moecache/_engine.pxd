@@ -7,6 +7,7 @@ cdef extern from *:
     #include <errno.h>
     #include <fcntl.h>
     #include <pthread.h>
+    #include <signal.h>
     #include <string.h>
     #include <sys/prctl.h>
     #include <sys/stat.h>
@@ -39,8 +40,14 @@ cdef extern from *:
         pthread_cond_timedwait(cond, mutex, &t);
     }
 
-    /* The default slack of 50 us would make every poll of a copy that late. */
-    static inline void precise_timers(void) { prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL); }
+    /* The default timer slack of 50 us would make every poll of a copy that late. Signals are for Python's threads. */
+    static inline void prepare_thread(void) {
+        sigset_t all;
+        sigfillset(&all);
+        pthread_sigmask(SIG_BLOCK, &all, NULL);
+        prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL);
+        prctl(PR_SET_NAME, "moecache-io", 0UL, 0UL, 0UL);
+    }
 
     /* Alignment that direct reads of this file need; 0: the file system says it has none. */
     static inline int64_t direct_alignment(int fd) {
@@ -79,7 +86,7 @@ cdef extern from *:
     int64_t now_ns() nogil
     int cond_init(pthread_cond_t *) nogil
     void cond_wait_until(pthread_cond_t *, pthread_mutex_t *, int64_t) nogil
-    void precise_timers() nogil
+    void prepare_thread() nogil
     int64_t direct_alignment(int) nogil
     int32_t fork_count() nogil
     void watch_forks() nogil
@@ -185,6 +192,7 @@ cdef struct Slot:
     int32_t begun
     int32_t outstanding     # chunks of the live job that are moving
     int32_t stale           # chunks of earlier jobs that still move into the slot
+    int32_t awaited         # callers that sleep until the job is over
     int32_t fault           # of the last failed job
     int32_t fault_file
     int64_t fault_offset
@@ -206,7 +214,8 @@ cdef struct Room:
     int32_t threads_ended   # before they were told to
     int thread_error        # why, if it is known
     int32_t sleepers
-    int32_t waiters
+    int32_t drainers
+    bint news               # callers that sleep are to be woken when the lock is given up
     int32_t helpers
     int32_t slots_count
     int32_t* complete       # the caller's

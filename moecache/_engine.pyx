@@ -48,13 +48,16 @@ watch_forks()
 cdef void* thread_main(void* argument) noexcept nogil:
     cdef Room* room = <Room*> argument
     cdef Mover* mover
-    precise_timers()
+    cdef int error
+    prepare_thread()
+    # A link is never called with the lock held: submit() takes the lock and keeps the GIL.
+    error = room.link.enter(room.link)
     pthread_mutex_lock(&room.lock)
     mover = take_mover(room)
+    room.thread_error = ENOMEM if mover == NULL else error
     if mover != NULL:
         mover.on_thread = True
-        room.thread_error = room.link.enter(room.link)
-        if room.thread_error == 0:
+        if error == 0:
             if room.link.asynchronous:
                 serve_asynchronous(room, mover)
             else:
@@ -139,6 +142,7 @@ cdef int look(Room* room, const int32_t* slots, const int32_t* generations, Py_s
 cdef int await_jobs(Room* room, const int32_t* slots, const int32_t* generations, Py_ssize_t n, bint every,
                     int64_t deadline, int64_t slice_end, Py_ssize_t* position) noexcept nogil:
     cdef int64_t began = now_ns()
+    cdef Py_ssize_t i
     cdef int found
     pthread_mutex_lock(&room.lock)
     while True:
@@ -158,11 +162,14 @@ cdef int await_jobs(Room* room, const int32_t* slots, const int32_t* generations
             break
         if not room.link.asynchronous and help_one(room, slots, generations, n):
             continue
-        room.waiters += 1
+        tell_now(room)
+        for i in range(n):
+            room.slots[slots[i]].awaited += 1
         cond_wait_until(&room.done, &room.lock, min(deadline, slice_end))
-        room.waiters -= 1
+        for i in range(n):
+            room.slots[slots[i]].awaited -= 1
     room.counters.stall_ns += now_ns() - began
-    pthread_mutex_unlock(&room.lock)
+    leave(room)
     return found
 
 
@@ -181,9 +188,9 @@ cdef int await_idle(Room* room, int64_t deadline, int64_t slice_end) noexcept no
         elif now_ns() >= slice_end:
             break
         else:
-            room.waiters += 1
+            room.drainers += 1
             cond_wait_until(&room.done, &room.lock, min(deadline, slice_end))
-            room.waiters -= 1
+            room.drainers -= 1
     pthread_mutex_unlock(&room.lock)
     return found
 
@@ -454,7 +461,7 @@ cdef class Engine:
         for i in range(prefetches):
             woken += admit(room, prefetch[i, 0], prefetch[i, 1], prefetch[i, 2], PREFETCH, priority[i])
         woken = min(woken, room.sleepers)
-        pthread_mutex_unlock(&room.lock)
+        leave(room)
         wake_workers(room, woken)       # a thread woken under the lock would only stop at it
 
     cdef int check(self, const int32_t[:, ::1] rows, Py_ssize_t width) except -1:

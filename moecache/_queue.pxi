@@ -84,8 +84,25 @@ cdef void wake_workers(Room* room, int32_t jobs) noexcept nogil:
         pthread_cond_broadcast(&room.work)
 
 
-cdef inline void wake_callers(Room* room) noexcept nogil:
-    if room.waiters:
+cdef inline void tell(Room* room, int32_t slot) noexcept nogil:
+    """Something has ended in this slot: note it if anybody sleeps who wants to know."""
+    if room.slots[slot].awaited or (room.drainers and room.live == 0 and room.stale == 0):
+        room.news = True
+
+
+cdef inline void tell_now(Room* room) noexcept nogil:
+    if room.news:
+        room.news = False
+        pthread_cond_broadcast(&room.done)
+
+
+cdef inline void leave(Room* room) noexcept nogil:
+    """Give the lock up. Callers are woken after it: under the lock they would only stop at it, and on a busy machine
+    the thread that moves the bytes would wait for them to be scheduled."""
+    cdef bint news = room.news
+    room.news = False
+    pthread_mutex_unlock(&room.lock)
+    if news:
         pthread_cond_broadcast(&room.done)
 
 
@@ -100,7 +117,7 @@ cdef void retire(Room* room, int32_t slot) noexcept nogil:
     job.sequence = 0
     job.state = IDLE
     room.live -= 1
-    wake_callers(room)
+    tell(room, slot)
 
 
 cdef void publish(Room* room, int32_t slot) noexcept nogil:
@@ -141,7 +158,7 @@ cdef void stale_landed(Room* room, int32_t slot) noexcept nogil:
     if job.stale == 0 and job.state == BLOCKED:
         enqueue(room, slot)
         wake_workers(room, 1)
-    wake_callers(room)
+    tell(room, slot)
 
 
 cdef int32_t join(Room* room, int32_t slot, int32_t level, float priority) noexcept nogil:
@@ -207,7 +224,7 @@ cdef void drop_row(Room* room, int32_t slot, int32_t generation) noexcept nogil:
         cancel(room, slot)
     job.newest = generation
     job.dropped = generation
-    wake_callers(room)
+    tell(room, slot)
 
 
 cdef bint cut(Room* room, int32_t slot, Chunk* chunk) noexcept nogil:
@@ -268,7 +285,7 @@ cdef int carry(Room* room, Mover* mover, int32_t slot) noexcept nogil:
     job.outstanding = 1
     while True:
         last = cut(room, slot, &chunk)
-        pthread_mutex_unlock(&room.lock)
+        leave(room)
         began = now_ns()
         error = room.link.copy(room.link, mover, &chunk, 0)
         began = now_ns() - began
@@ -301,6 +318,7 @@ cdef void serve(Room* room, Mover* mover) noexcept nogil:
     while not room.closing:
         slot = next_job(room)
         if slot < 0:
+            tell_now(room)
             room.sleepers += 1
             pthread_cond_wait(&room.work, &room.lock)
             room.sleepers -= 1
@@ -342,7 +360,7 @@ cdef int launch(Room* room, Mover* mover, int32_t slot) noexcept nogil:
     if flight.last:
         unqueue(room, slot)
         job.state = FLYING
-    pthread_mutex_unlock(&room.lock)
+    leave(room)
     if first:
         error = room.link.begin(room.link, slot)
     if error == 0:
@@ -370,7 +388,7 @@ cdef void serve_asynchronous(Room* room, Mover* mover) noexcept nogil:
             room.link.abandon(room.link)
         while room.flight_count:
             flight = &room.flights[room.flight_first]
-            pthread_mutex_unlock(&room.lock)
+            leave(room)
             status = room.link.query(room.link, mover, room.flight_first, &again)
             now = now_ns()
             pthread_mutex_lock(&room.lock)
@@ -392,6 +410,7 @@ cdef void serve_asynchronous(Room* room, Mover* mover) noexcept nogil:
             if launch(room, mover, slot) == THREAD_ENDS:
                 return
             continue
+        tell_now(room)
         room.sleepers += 1
         if room.flight_count:
             cond_wait_until(&room.work, &room.lock, again)
