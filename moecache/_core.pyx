@@ -184,6 +184,11 @@ cdef class Core:
         self.finished += 1
         self._refresh_all()
 
+    def end_requests(self):
+        """End every request that is still open."""
+        for request in list(self.requests):
+            self.end_request(request)
+
     cdef void _refresh_prior(self) noexcept:
         # Share of all stored tokens that used the expert, pulled to uniform while few were seen.
         cdef int32_t layer, gid

@@ -33,6 +33,7 @@ logger = logging.getLogger("moecache")
 
 # Bytes of an id as _core reads them; -1 marks the unsigned byte.
 _ID_SIZE = {torch.int64: 8, torch.int32: 4, torch.int16: 2, torch.int8: 1, torch.uint8: -1}
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 _FIRST_ROW = torch.zeros(1, dtype=torch.int64)
 
 
@@ -115,7 +116,7 @@ class ExpertCache:
         self._moved: dict[str, int] = {}
         self._copies: CudaCopies | None = None
         self._recorder: Recorder | None = None
-        self._build(slots)
+        self._build(Pool(bank.kinds, slots, self.device))
         self._say_if_small()
 
     def _slots_for(self, capacity: int | float | str) -> tuple[int, ...]:
@@ -124,9 +125,9 @@ class ExpertCache:
             per_kind[kind] += self.num_experts[layer]
         return slots_for(capacity, self.bank.kinds, per_kind, self.device, self.top_k)
 
-    def _build(self, slots: tuple[int, ...]) -> None:
-        self.pool = Pool(self.bank.kinds, slots, self.device)
-        self.capacity = sum(slots)
+    def _build(self, pool: Pool) -> None:
+        self.pool = pool
+        self.capacity = sum(pool.slots)
         complete = np.zeros(self.capacity, np.int32)
         numbers, addresses, strides = self.pool.regions()
         sources = self.bank.sources(numbers)
@@ -142,7 +143,7 @@ class ExpertCache:
         self._core = Core(
             self.history.store,
             np.array(self.bank.layer_kind, np.int32),
-            np.array(slots, np.int32),
+            np.array(pool.slots, np.int32),
             complete,
             self._policy.code,
             self._policy.address,
@@ -260,19 +261,21 @@ class ExpertCache:
         """
         self._check_open()
         slots = self._slots_for(capacity)
-        if any(self._leases.values()):
+        if any(list(self._leases.values())):
             raise LeaseError("resize() while a lease is open: leave the `with request.route(...)` block first")
         self._engine.drain(self.timeout)
-        core, pool, engine, copies = self._core, self.pool, self._engine, self._copies
-        self._build(slots)
+        core, pool, copies = self._core, self.pool, self._copies
+        new_pool = Pool(self.bank.kinds, slots, self.device)
+        # A link serves one engine at a time.
+        self._keep_counters(self._engine)
+        self._engine.close()
+        self._build(new_pool)
         for kind, tensors in enumerate(self.pool.tensors):
             for n, slot in enumerate(core.retained(kind, slots[kind]).tolist()):
                 for name, tensor in tensors.items():
                     tensor[n].copy_(pool.tensors[kind][name][slot - pool.first_slot[kind]])
                 self._core.adopt(self.pool.first_slot[kind] + n, int(core.slot_expert[slot]))
         self._core.inherit(core)
-        self._keep_counters(engine)
-        engine.close()
         if copies is not None:
             copies.close()
 
@@ -280,9 +283,13 @@ class ExpertCache:
         self._moved = {name: n + self._moved.get(name, 0) for name, n in engine.counters().items()}
 
     def close(self) -> None:
-        """Stop the I/O threads, give the pool back, write the history if it came with a path. Again: nothing."""
+        """End open requests, stop the I/O threads, give the pool back, write the history if it came with a path.
+
+        A second call does nothing.
+        """
         if self.closed:
             return
+        self._core.end_requests()
         self._keep_counters(self._engine)
         self.closed = True
         self._engine.close()
@@ -364,6 +371,8 @@ class Request:
         if type(ids) is not torch.Tensor or not ids.is_cpu:
             ids = _on_cpu(ids, cache.device, layer)
         itemsize = _ID_SIZE.get(ids.dtype)
+        if itemsize is None and ids.dtype in _UNSIGNED:
+            ids, itemsize = _signed(ids), 8
         if itemsize is None:
             raise RoutingError(f"layer {layer}: ids are {ids.dtype}; expected integers such as torch.int64")
         shape = ids.shape
@@ -392,7 +401,11 @@ class Request:
             cache._recorder.step(self, layer, ids, step.decode, mask)
         plan = step.plan
         if not plan.empty:
-            lease._submit()
+            try:
+                lease._submit()
+            except BaseException:
+                lease.release()
+                raise
         return lease
 
     def close(self, keep: bool = True) -> None:
@@ -419,7 +432,7 @@ class Lease:
         The pool of the layer; index it with the slots that :meth:`ready` yields.
     """
 
-    __slots__ = ("_at", "_cache", "_core", "_first_slot", "_step", "_thread", "weights")
+    __slots__ = ("_at", "_cache", "_core", "_first_slot", "_step", "_taken", "_thread", "weights")
 
     def __init__(self, cache: ExpertCache, step: Step) -> None:
         self._cache = cache
@@ -429,6 +442,7 @@ class Lease:
         self.weights: Mapping[str, torch.Tensor] = cache.pool.tensors[kind]
         self._first_slot = cache.pool.first_slot[kind]
         self._at = (0, 0)
+        self._taken = -1
         self._thread = threading.get_ident()
         cache._leases[self._thread] = cache._leases.get(self._thread, 0) + 1
 
@@ -473,23 +487,28 @@ class Lease:
         """
         core, step = self._core, self._step
         rows = None if step.token_index is None else torch.from_numpy(step.token_index)
-        while step.done < step.unique:
+        while True:
             if not step.open:
                 raise LeaseError(f"layer {step.layer}: this lease has ended; read the slots inside its `with` block")
+            # The item before this one, be it that of an earlier loop that was left, is done with when the next is asked for.
+            if self._taken >= 0:
+                i, self._taken = self._taken, -1
+                if core.finish(step, i):
+                    self._mark_readers(step.plan.fetches[:, 1])
+                    self._submit()
+            if step.done == step.unique:
+                return
             i = core.take(step)
             if i < 0:
                 self._wait()
                 continue
             expert, slot, begin, end = step.item(i)
-            self._at = begin, end
+            self._at, self._taken = (begin, end), i
             if rows is not None:
                 tokens = rows[begin:end]
             else:
                 tokens = _FIRST_ROW if end - begin == 1 else _FIRST_ROW.expand(end - begin)
             yield expert, slot - self._first_slot, tokens
-            if step.open and core.finish(step, i):
-                self._mark_readers(step.plan.fetches[:, 1])
-                self._submit()
 
     def _mark_readers(self, slots: np.ndarray) -> None:
         # Kernels already issued still read these slots: no copy may start before them.
@@ -523,7 +542,7 @@ class Lease:
             cache._waiting += 1
             try:
                 while not self._core.retry(step):
-                    others = sum(n for thread, n in cache._leases.items() if thread != self._thread)
+                    others = sum(n for thread, n in list(cache._leases.items()) if thread != self._thread)
                     if not others or time.monotonic() > deadline:
                         held = ", ".join(f"layer {layer} expert {expert}" for layer, expert in self._core.holders())
                         raise LeaseError(
@@ -565,11 +584,17 @@ def _on_cpu(ids: Any, device: torch.device, layer: int) -> torch.Tensor:
     return ids.to("cpu")
 
 
+def _signed(ids: torch.Tensor) -> torch.Tensor:
+    # What does not fit stays out of range.
+    wide = ids.to(torch.int64)
+    return wide.where(wide >= 0, torch.iinfo(torch.int64).max)
+
+
 def _check_weights(weights: torch.Tensor, ids: torch.Tensor, layer: int) -> None:
-    if weights.shape != ids.shape or not weights.is_floating_point():
+    if weights.shape != ids.shape or not weights.is_floating_point() or weights.is_meta:
         raise RoutingError(
-            f"layer {layer}: gate weights are {weights.dtype} {tuple(weights.shape)}; expected floats of the ids' shape "
-            f"{tuple(ids.shape)}"
+            f"layer {layer}: gate weights are {weights.dtype} {tuple(weights.shape)} on {weights.device}; expected floats "
+            f"of the ids' shape {tuple(ids.shape)}"
         )
     # A sum is NaN when a term is: one reduction instead of two.
     if weights.numel() and math.isnan(weights.sum().item()):
@@ -577,8 +602,9 @@ def _check_weights(weights: torch.Tensor, ids: torch.Tensor, layer: int) -> None
 
 
 def _mask(counted: torch.Tensor, tokens: int, layer: int) -> torch.Tensor:
-    if counted.dtype is not torch.bool or counted.shape != (tokens,):
+    if counted.dtype is not torch.bool or counted.shape != (tokens,) or counted.is_meta:
         raise RoutingError(
-            f"layer {layer}: `counted` is {counted.dtype} {tuple(counted.shape)}; expected torch.bool ({tokens},)"
+            f"layer {layer}: `counted` is {counted.dtype} {tuple(counted.shape)} on {counted.device}; expected torch.bool "
+            f"({tokens},)"
         )
     return counted.to("cpu").contiguous()
