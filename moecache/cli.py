@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -246,55 +246,50 @@ def _print(outcome: Outcome, recalled: bool) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=160)
     if recalled:
         console.print(_recall_table(outcome))
         return
-    console.print(_hit_table(outcome))
+    results = outcome.results
+    title = f"{outcome.trace.name}: hits in %, {results[0].tokens:,} tokens of {len(results[0].request_hits)} requests"
+    console.print(_capacity_table(results, title, lambda r: f"{100 * r.hit_rate:.1f}"))
+    gaps = "share of the way from LRU to Belady, in %"
+    console.print(
+        _capacity_table(results, gaps, lambda r: "-" if r.gap_closed is None else f"{100 * r.gap_closed:.0f}")
+    )
     for link in dict.fromkeys(t.link for t in outcome.timed):
         console.print(_link_table(outcome, link))
 
 
-def _hit_table(outcome: Outcome) -> Any:
+def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Any:
+    from rich import box
     from rich.table import Table
 
-    trace, results = outcome.trace, outcome.results
-    capacities = list(dict.fromkeys(r.capacity_experts for r in results))
-    table = Table(
-        title=f"{trace.name}: hit rate in %, {results[0].tokens:,} tokens of {len(results[0].request_hits)} requests"
-    )
-    table.add_column("policy")
-    for n in capacities:
-        table.add_column(f"{n} ({n / sum(trace.num_experts):.0%})", justify="right")
-    table.add_column("gap closed in %", justify="right")
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    for name in left:
+        table.add_column(name, no_wrap=True)
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _capacity_table(results: Sequence[Result], title: str, value: Callable[[Result], str]) -> Any:
+    capacities = {r.capacity_experts: f"{r.capacity_experts:,}\n{r.fraction:.0%}" for r in results}
+    table = _table(title, ["policy"], list(capacities.values()))
     for policy in dict.fromkeys(r.policy for r in results):
-        mine = [r for r in results if r.policy == policy]
-        gaps = " / ".join("-" if r.gap_closed is None else f"{100 * r.gap_closed:.0f}" for r in mine)
-        table.add_row(policy, *(f"{100 * r.hit_rate:.1f}" for r in mine), gaps)
+        table.add_row(policy, *(value(r) for r in results if r.policy == policy))
     return table
 
 
 def _link_table(outcome: Outcome, link: str) -> Any:
-    from rich.table import Table
-
-    table = Table(title=f"{outcome.trace.name} on {link}")
-    for name in (
-        "policy",
-        "experts",
-        "hit %",
-        "tokens/s",
-        "stall %",
-        "idle link %",
-        "MB/token",
-        "useful",
-        "late",
-        "wasted",
-    ):
-        table.add_column(name, justify="left" if name == "policy" else "right")
+    head = ["experts", "hit %", "tokens/s", "waiting %", "idle link %", "MB/token", "useful", "late", "wasted"]
+    table = _table(f"{outcome.trace.name} on {link}", ["policy"], head)
     for t in outcome.timed:
         if t.link == link:
             table.add_row(
                 t.policy,
-                str(t.capacity_experts),
+                f"{t.capacity_experts:,}",
                 f"{100 * t.hit_rate:.1f}",
                 f"{t.tokens_per_s:.1f}",
                 f"{100 * t.stall_s / t.seconds:.0f}",
@@ -308,14 +303,12 @@ def _link_table(outcome: Outcome, link: str) -> Any:
 
 
 def _recall_table(outcome: Outcome) -> Any:
-    from rich.table import Table
-
-    table = Table(title=f"{outcome.trace.name}: recall of the experts used, in %")
-    for name in ("target", "predictor", "@k", "@1.5k", "@2k", "calibration error"):
-        table.add_column(name, justify="left" if name in ("target", "predictor") else "right")
+    title = f"{outcome.trace.name}: recall of the experts used, in %"
+    table = _table(title, ["target", "predictor"], ["@k", "@1.5k", "@2k", "calibration error"])
     for r in outcome.recalled:
-        row = r.row()
-        table.add_row(row["target"], r.predictor, *(f"{100 * x:.1f}" for x in r.recall), f"{r.calibration_error:.3f}")
+        table.add_row(
+            r.row()["target"], r.predictor, *(f"{100 * x:.1f}" for x in r.recall), f"{r.calibration_error:.3f}"
+        )
     return table
 
 

@@ -14,8 +14,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _jit(function: _Function) -> _Function:
-    compiled: _Function = numba.njit(cache=True)(function)
-    return compiled
+    compiled: Any = numba.njit(cache=True)(function)
+    return compiled  # type: ignore[no-any-return]
 
 
 @_jit

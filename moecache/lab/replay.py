@@ -18,7 +18,7 @@ import numpy as np
 from .._core import Core
 from .._core import Replay as _Replay
 from ..errors import CapacityError, PolicyError
-from ..history import Fingerprint, History
+from ..history import History
 from ..policy import NAMES, Resolved, Score, resolve
 from .offline import belady_hits
 from .schedule import Schedule, schedule, split_requests

@@ -144,7 +144,7 @@ def schedule(
 
 def _take_turns(request: np.ndarray, concurrency: int) -> np.ndarray:
     # Passes of each request stay in order; `concurrency` requests are open at a time.
-    waiting = [list(np.flatnonzero(request == r)) for r in dict.fromkeys(request.tolist())]
+    waiting = [np.flatnonzero(request == r).tolist() for r in dict.fromkeys(request.tolist())]
     waiting.reverse()
     running: list[list[int]] = []
     order: list[int] = []

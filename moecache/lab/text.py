@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,10 +81,8 @@ def _csv_lines(path: Path, text: str) -> Iterator[_Line]:
         if None in entry or None in entry.values():
             raise TraceFormatError(f"{path}, line {number}: expected {len(reader.fieldnames)} values")
         try:
-            values = {
-                key: entry[key].split() if key == "experts" else int(entry[key]) for key in _FIELDS if key in entry
-            }
-            values["experts"] = [int(e) for e in values["experts"]]
+            values: dict[str, object] = {key: int(entry[key]) for key in _FIELDS if key in entry and key != "experts"}
+            values["experts"] = [int(e) for e in entry["experts"].split()]
         except ValueError as error:
             raise TraceFormatError(f"{path}, line {number}: {error}") from error
         yield _line(path, number, values)
@@ -106,7 +105,7 @@ def _line(path: Path, number: int, entry: dict[str, object]) -> _Line:
 
 
 def _assemble(path: Path, lines: list[_Line], metadata: dict[str, str], num_experts: int | None) -> Trace:
-    falls = [line.number for before, line in zip(lines, lines[1:], strict=False) if line.request < before.request]
+    falls = [line.number for before, line in itertools.pairwise(lines) if line.request < before.request]
     if falls:
         raise TraceFormatError(f"{path}, line {falls[0]} goes back to an earlier request; sort the lines by request")
     rows = {key: i for i, key in enumerate(dict.fromkeys((line.request, line.token) for line in lines))}

@@ -246,7 +246,8 @@ def _check(trace: Trace) -> None:
         if low[layer] < -1 or high[layer] >= n:
             token = int(np.argmax((experts[:, layer] < -1).any(1) | (experts[:, layer] >= n).any(1)))
             raise TraceFormatError(
-                f"{where}: token {token}, layer {layer} routes to experts {experts[token, layer].tolist()}; expected 0..{n - 1}, or -1 for none"
+                f"{where}: token {token}, layer {layer} routes to experts {experts[token, layer].tolist()}; "
+                f"expected 0..{n - 1}, or -1 for none"
             )
     if trace.request.min() < 0:
         raise TraceFormatError(f"{where}: request {trace.request.min()} is negative")
