@@ -28,19 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f"the command moecache needs {' and '.join(missing)}: pip install 'moecache[cli]'")
-    import click
-
     from .errors import MoeCacheError
 
     try:
-        _application()(args=arguments, standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
-    except (KeyboardInterrupt, click.exceptions.Abort):
-        sys.exit("interrupted; nothing was written")
+        _application()(args=arguments)
     except (MoeCacheError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -90,8 +81,12 @@ def _application() -> Any:
             },
             concurrency=concurrency,
         )
-        outcomes = [_replay_one(path, num_experts, history, job) for path in paths]
-        _write(outcomes, job, json_path, report)
+        try:
+            outcomes = [_replay_one(path, num_experts, history, job) for path in paths]
+            _write(outcomes, job, json_path, report)
+        except KeyboardInterrupt:
+            print("interrupted; nothing was written", file=sys.stderr)
+            sys.exit(130)
 
     @traces.command()
     def info(
@@ -179,7 +174,7 @@ class Outcome:
 
 def _replay_one(path: Path, num_experts: int | None, history_path: Path | None, job: _Job) -> Outcome:
     from .lab import read_trace, replay
-    from .lab.link import model_for, profile_from, replay_timed
+    from .lab.link import expert_nbytes_of, profile_from, replay_timed
     from .lab.recall import recall
     from .lab.replay import work
 
@@ -187,8 +182,7 @@ def _replay_one(path: Path, num_experts: int | None, history_path: Path | None, 
     history = None if history_path is None else _history(history_path, trace)
     options = {**job.options, "history": history}
     outcome = Outcome(trace)
-    model = model_for(trace)
-    nbytes = job.expert_nbytes or (model.expert_nbytes if model else None)
+    nbytes = job.expert_nbytes or expert_nbytes_of(trace)
     measured = job.recall and not job.report
     passes = 0 if measured else work(trace, job.policies, job.options["split"], job.options["max_tokens"])
     with _progress(trace.name, passes) as bar:
@@ -345,12 +339,12 @@ def _history(path: Path, trace: Trace) -> History:
 
 
 def _capacities(text: str) -> list[int | float]:
-    import click
+    import typer
 
     try:
         return [float(part) if "." in part else int(part) for part in text.split(",")]
     except ValueError:
-        raise click.BadParameter(
+        raise typer.BadParameter(
             f"{text!r}: expected experts or fractions separated by commas, such as 0.1,0.25 or 64"
         ) from None
 

@@ -211,6 +211,13 @@ def model_for(trace: Trace) -> Model | None:
     return fits[0] if fits else None
 
 
+def expert_nbytes_of(trace: Trace) -> int | None:
+    """Bytes of an expert, from the recording or from what is known of the model."""
+    recorded = trace.metadata.get("expert_nbytes", "")
+    model = model_for(trace)
+    return int(recorded) if recorded.isdigit() else model.expert_nbytes if model else None
+
+
 def replay_timed(
     trace: Trace,
     policies: Sequence[str | Score] = ("lru", "expected-next-use"),
@@ -243,11 +250,10 @@ def replay_timed(
     ------
     PolicyError, CapacityError, TraceFormatError
     """
-    model = model_for(trace)
-    nbytes = expert_nbytes or (model.expert_nbytes if model else None)
+    nbytes = expert_nbytes or expert_nbytes_of(trace)
     if nbytes is None:
         raise PolicyError(
-            f"how large an expert of {trace.model} is is not known: say expert_nbytes, or one of {', '.join(MODELS)}"
+            f"the bytes of an expert of {trace.model} are not known: give expert_nbytes (--expert-bytes 17301504 for example)"
         )
     resolved = [_resolve(policy) for policy in policies]
     if any(policy.code == "belady-bypass" for policy in resolved):

@@ -1,0 +1,176 @@
+"""The command: rows as JSON, tables, a page, and messages for bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from test_lab_replay import skewed
+
+from moecache import Fingerprint, History
+from moecache.lab import read_trace
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from moecache import cli
+
+
+@pytest.fixture
+def trace_path(tmp_path: Path) -> Path:
+    path = tmp_path / "toy.safetensors"
+    skewed(0, tokens=60).save(path)
+    return path
+
+
+def run(*arguments: object) -> None:
+    try:
+        cli.main([str(argument) for argument in arguments])
+    except SystemExit as stopped:
+        if stopped.code:
+            raise
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        run(*arguments)
+    assert stopped.value.code == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_rows(trace_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rows.json"
+    run(
+        "replay",
+        trace_path,
+        "--capacity",
+        "0.25,10",
+        "--policy",
+        "lru,counts",
+        "--policy",
+        "belady-bypass",
+        "--split",
+        "1/2",
+        "--json",
+        out,
+    )
+    rows = json.loads(out.read_text())
+    assert [(r["policy"], r["capacity_experts"]) for r in rows] == [
+        (p, n) for p in ("lru", "counts", "belady-bypass") for n in (6, 10)
+    ]
+    keys = {
+        "trace",
+        "policy",
+        "fraction",
+        "capacity_experts",
+        "tokens",
+        "demands",
+        "hits",
+        "hit_rate",
+        "bytes_per_token",
+        "gap_closed",
+    }
+    assert all(keys <= set(row) for row in rows)
+    assert rows[0]["gap_closed"] == 0
+    assert rows[0]["bytes_per_token"] is None
+    assert rows[0]["hit_rate"] == pytest.approx(rows[0]["hits"] / rows[0]["demands"])
+    assert "belady-bypass" in capsys.readouterr().out
+
+
+def test_clock_recall_and_page(trace_path: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out, report = tmp_path / "rows.json", tmp_path / "report.html"
+    common = ("replay", trace_path, "--capacity", "0.5", "--policy", "lru,belady", "--expert-bytes", 1 << 20)
+    run(*common, "--link", "pcie4-24,nvme", "--recall", "--report", report, "--json", out, "--max-tokens", 20)
+    rows = json.loads(out.read_text())
+    assert [link["link"] for link in rows[0]["links"]] == ["pcie4-24", "nvme"]
+    assert rows[0]["bytes_per_token"] > 0
+    page = report.read_text()
+    assert page.count("data:image/png;base64,") == 7
+    assert "http://" not in page.replace("https://", "")
+    assert "<script" not in page
+
+
+def test_recall_rows(trace_path: Path, tmp_path: Path) -> None:
+    out = tmp_path / "recall.json"
+    run("replay", trace_path, "--recall", "--json", out)
+    rows = json.loads(out.read_text())
+    assert {row["distance"] for row in rows} == {0, 1, 2}
+    assert all(0 <= row["recall@k"] <= row["recall@1.5k"] <= row["recall@2k"] <= 1 for row in rows)
+
+
+def test_a_score_from_a_file(trace_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def oldest(age):\n    return age\n")
+    out = tmp_path / "rows.json"
+    run("replay", trace_path, "--policy", f"lru,{tmp_path / 'mine.py'}:oldest", "--capacity", "8", "--json", out)
+    lru, mine = json.loads(out.read_text())
+    assert mine["policy"] == "oldest"
+    assert mine["hits"] == lru["hits"]
+
+
+def test_history_files(trace_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = read_trace(trace_path)
+    out = tmp_path / "rows.json"
+    counts = np.random.default_rng(0).integers(0, 50, (4, 3, 8))
+    save_file(
+        {"counts": counts, "tokens": np.full(4, 99)}, tmp_path / "counts.safetensors", {"top_k": "2", "model": "toy"}
+    )
+    history = History(trace.fingerprint, 5)
+    history.add(np.zeros(24, np.int64), counts[0].reshape(-1), 99)
+    history.save(tmp_path / "toy.history")
+    for name in ("counts.safetensors", "toy.history"):
+        run("replay", trace_path, "--history", tmp_path / name, "--policy", "moe-infinity", "--json", out)
+        assert json.loads(out.read_text())
+    History(Fingerprint((9, 9), 2, ""), 5).save(tmp_path / "other.history")
+    assert "another model" in refused(capsys, "replay", trace_path, "--history", tmp_path / "other.history")
+
+
+def test_trace_commands(trace_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("trace", "info", trace_path)
+    assert "60 (0 of prompts)" in capsys.readouterr().out
+    run("trace", "convert", trace_path, tmp_path / "toy.jsonl")
+    run("trace", "convert", tmp_path / "toy.jsonl", tmp_path / "back.safetensors", "--model", "toy")
+    run("trace", "merge", trace_path, tmp_path / "back.safetensors", "-o", tmp_path / "both.safetensors")
+    both = read_trace(tmp_path / "both.safetensors")
+    assert (both.tokens, both.requests) == (120, 8)
+    np.testing.assert_array_equal(both.experts[:60], both.experts[60:])
+
+
+def test_bad_input(trace_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rows.json"
+    assert "did you mean lru" in refused(capsys, "replay", trace_path, "--policy", "lruu", "--json", out)
+    assert "expected experts or fractions" in refused(capsys, "replay", trace_path, "--capacity", "ten", "--json", out)
+    assert "out of range" in refused(capsys, "replay", trace_path, "--capacity", "1.5", "--json", out)
+    assert "no link is called" in refused(capsys, "replay", trace_path, "--link", "usb", "--json", out)
+    assert "--expert-bytes 17301504" in refused(capsys, "replay", trace_path, "--link", "nvme", "--json", out)
+    assert "no routing trace" in refused(capsys, "replay", tmp_path / "none.safetensors", "--json", out)
+    (tmp_path / "cut.safetensors").write_bytes(trace_path.read_bytes()[:100])
+    assert "not a whole safetensors" in refused(
+        capsys, "replay", trace_path, tmp_path / "cut.safetensors", "--json", out
+    )
+    assert not out.exists()
+
+
+def test_interrupted(
+    trace_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moecache.lab.replay", stop)
+    with pytest.raises(SystemExit, match="130"):
+        run("replay", trace_path, "--json", tmp_path / "rows.json")
+    assert "nothing was written" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == [trace_path.name]
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = cli.importlib.util.find_spec
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "typer" else find(name))
+    with pytest.raises(SystemExit, match=r"needs typer: pip install 'moecache\[cli\]'"):
+        cli.main([])
+    assert "moecache.cli" in sys.modules
