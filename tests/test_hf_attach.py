@@ -257,6 +257,13 @@ def test_deep_copy_shares_the_cache(mixtral: Path) -> None:
         assert torch.equal(model(IDS).logits, eager(IDS).logits)
 
 
+def test_pickling_is_refused(mixtral: Path, tmp_path: Path) -> None:
+    model = load_empty(mixtral)
+    moecache.attach(model, 4)
+    with pytest.raises(AttachError, match="cannot be pickled"):
+        torch.save(model, tmp_path / "model.pt")
+
+
 def test_threads_run_requests_side_by_side(mixtral: Path) -> None:
     model, eager = load_empty(mixtral), load_eager(mixtral)
     moecache.attach(model, 6)

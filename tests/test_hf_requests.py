@@ -104,7 +104,8 @@ def test_no_token_and_repeated_experts(model) -> None:
     assert empty.shape == (0, 32)
     hidden, scales = torch.randn(2, 32), torch.rand(2, 2)
     stock = type(module).forward.__wrapped__
-    for ids in ([[3, 3], [1, 3]], [[3, 3], [3, 3]]):
+    none = model.config.num_local_experts  # the id that stands for no expert
+    for ids in ([[3, 3], [1, 3]], [[3, 3], [3, 3]], [[none, 3], [none, none]], [[none, none], [1, 2]]):
         resident = type(module)(model.config)
         for name, tensor in model.moecache.bank.layer(0).items():
             setattr(resident, name, torch.nn.Parameter(tensor))

@@ -175,6 +175,9 @@ class Attachment:
         memo[id(self.cache)] = self.cache
         return self
 
+    def __reduce__(self) -> Any:
+        raise AttachError("an attached model cannot be pickled; use save_pretrained(), or moecache.detach(model) first")
+
     def _switch_implementation(self) -> None:
         found: list[Any] = [self.model.config, *(layer.module.config for layer in self.layers)]
         for config in {id(config): config for config in found}.values():
