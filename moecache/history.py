@@ -172,33 +172,17 @@ class History:
             experts, top_k, digest = json.loads(metadata["fingerprint"])
             found = Fingerprint(tuple(int(n) for n in experts), int(top_k), str(digest))
             tokens, kept = int(metadata["tokens"]), int(metadata["capacity"])
-            history = cls(found, capacity or kept)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise HistoryFormatError(f"{path}: damaged metadata ({error}); make the history again") from error
+        _check_tensors(path, found.num_experts, tokens, tensors)
+        try:
+            history = cls(found, capacity or kept)
+        except (ValueError, OverflowError, MemoryError) as error:
+            raise HistoryFormatError(f"{path}: room for {kept} requests cannot be made ({error})") from error
         if fingerprint is not None:
             history._check(fingerprint, f"{path}", expected=fingerprint)
             history.fingerprint = fingerprint
         store = history.store
-        expected = {
-            "prompt": ((len(tensors.get("prompt", ())), store.num_gids), np.dtype(np.uint16)),
-            "decode": ((len(tensors.get("prompt", ())), store.num_gids), np.dtype(np.uint16)),
-            "total": ((store.num_gids,), np.dtype(np.int64)),
-            "transitions": (store.transitions.shape, np.dtype(np.uint32)),
-            "origins": ((store.num_gids,), np.dtype(np.uint32)),
-        }
-        for name, (shape, dtype) in expected.items():
-            tensor = tensors.get(name)
-            if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
-                got = "nothing" if tensor is None else f"{tensor.dtype} {tensor.shape}"
-                raise HistoryFormatError(
-                    f"{path}: expected {name} of {dtype} {shape}, found {got}; make the history again"
-                )
-        if (
-            tokens < 0
-            or (tensors["total"] < 0).any()
-            or not tensors["prompt"].any(1).all() | tensors["decode"].any(1).all()
-        ):
-            raise HistoryFormatError(f"{path}: negative counts or empty requests; make the history again")
         for prompt, decode in zip(tensors["prompt"], tensors["decode"], strict=True):
             store.add(prompt, decode, 0)
         store.restore(tensors["total"], tokens, tensors["transitions"], tensors["origins"])
@@ -222,7 +206,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
         with safe_open(path, "np") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, TypeError) as error:
         raise HistoryFormatError(f"{path} is not a whole history file ({error}); make the history again") from error
     if metadata.get("format") != _FORMAT or metadata.get("version") != _VERSION:
         raise HistoryFormatError(
@@ -230,6 +214,35 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
             f"{metadata.get('version')}"
         )
     return metadata, tensors
+
+
+def _check_tensors(
+    path: str | os.PathLike[str], num_experts: tuple[int, ...], tokens: int, tensors: dict[str, Any]
+) -> None:
+    # Before anything of the file's sizes is allocated.
+    if tokens < 0 or not num_experts or min(num_experts) < 1:
+        raise HistoryFormatError(f"{path}: {tokens} tokens, layers of {num_experts} experts; make the history again")
+    requests, experts = np.shape(tensors.get("prompt", ()))[:1], sum(num_experts)
+    following = (*num_experts[1:], num_experts[0])
+    expected: dict[str, tuple[tuple[int, ...], Any]] = {
+        "prompt": ((*requests, experts), np.uint16),
+        "decode": ((*requests, experts), np.uint16),
+        "total": ((experts,), np.int64),
+        "transitions": ((sum(a * b for a, b in zip(num_experts, following, strict=True)),), np.uint32),
+        "origins": ((experts,), np.uint32),
+    }
+    for name, (shape, dtype) in expected.items():
+        tensor = tensors.get(name)
+        if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
+            got = "nothing" if tensor is None else f"{tensor.dtype} {tensor.shape}"
+            raise HistoryFormatError(
+                f"{path}: expected {name} of {np.dtype(dtype)} {shape}, found {got}; make the history again"
+            )
+    counts = tensors["prompt"].astype(np.int64) + tensors["decode"]
+    if not counts.any(1).all() or (tensors["total"] < counts.sum(0)).any():
+        raise HistoryFormatError(
+            f"{path}: empty requests, or fewer tokens over all requests than in those kept; make the history again"
+        )
 
 
 def write_atomically(path: Path, data: bytes) -> None:
