@@ -149,7 +149,7 @@ class Attachment:
                 module.register_load_state_dict_pre_hook(_refuse_load),
             ]
         self._switch_implementation()
-        self._handles.append(self.model.register_forward_pre_hook(self.requests.before_forward, with_kwargs=True))
+        self._handles.append(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         self._guard()
         self.model.__dict__["_moecache_attachment"] = self
         self.model.__dict__["moecache"] = self.cache
@@ -177,6 +177,9 @@ class Attachment:
 
     def __reduce__(self) -> Any:
         raise AttachError("an attached model cannot be pickled; use save_pretrained(), or moecache.detach(model) first")
+
+    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.requests.before_forward(args, kwargs)
 
     def _switch_implementation(self) -> None:
         found: list[Any] = [self.model.config, *(layer.module.config for layer in self.layers)]

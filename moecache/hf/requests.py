@@ -57,11 +57,8 @@ class Requests:
         self._current = _Current()
         self._argument_names = list(inspect.signature(model.forward).parameters)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Requests:
-        return self
-
-    def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the top model."""
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take note of a forward pass of the top model, from its arguments."""
         if args:
             kwargs = {**dict(zip(self._argument_names, args, strict=False)), **kwargs}
         tokens = kwargs.get("input_ids")
