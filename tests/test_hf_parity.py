@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
-from hf_families import FAMILIES, continued, left_padded, load_eager, load_empty, save
+from hf_families import FAMILIES, build, config_of, continued, left_padded, load_eager, load_empty, save
 
 import moecache
 import moecache.hf
@@ -128,3 +129,35 @@ def test_one_expert(tmp_path: Path) -> None:
     cache = moecache.attach(model, 1)
     assert_equal_runs(model, eager)
     assert cache.stats().evictions > 0
+
+
+def test_layers_of_different_counts_and_sizes() -> None:
+    """As in a pruned model: fewer and narrower experts in one layer, each size with slots of its own."""
+    eager = build("mixtral", num_hidden_layers=3)
+    config = config_of("mixtral", num_local_experts=5, intermediate_size=32)
+    config._experts_implementation = "eager"
+    block = type(eager.model.layers[1].mlp)(config).eval()
+    with torch.no_grad():
+        for param in block.parameters():
+            param.normal_(0.0, 0.2)
+    eager.model.layers[1].mlp = block
+    eager.set_experts_implementation("eager")
+    model = copy.deepcopy(eager)
+    cache = moecache.attach(model, 8)
+    assert cache.num_experts == (8, 5, 8)
+    assert cache.bank.layer_kind == (0, 1, 0)
+    assert_equal_runs(model, eager)
+    assert_cache_was_used(cache)
+    moecache.detach(model)
+    assert model.model.layers[1].mlp.experts.config._experts_implementation == "eager"
+
+
+def test_resize_between_steps(checkpoints) -> None:
+    folder = checkpoints["qwen3_moe", torch.float32]
+    eager, model = load_eager(folder), load_empty(folder)
+    cache = moecache.attach(model, 4)
+    for capacity in (12, 3, 16):
+        assert_equal_runs(model, eager)
+        cache.resize(capacity)
+        assert cache.capacity == capacity
+    assert_equal_runs(model, eager)
