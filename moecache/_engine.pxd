@@ -111,10 +111,9 @@ cdef enum:                  # level of a job
 
 cdef enum:                  # state of a slot's job
     IDLE = 0                # none, complete, failed or dropped
-    QUEUED = 1              # in a queue; perhaps begun and overtaken, or still being cut into chunks
+    QUEUED = 1              # in a queue; perhaps some of its chunks move already
     BLOCKED = 2             # may not begin before an earlier tenancy's copy into the slot has stopped
-    HELD = 3                # one thread copies it, chunk by chunk
-    FLYING = 4              # all its chunks are on an asynchronous link
+    MOVING = 3              # in no queue any more: its last chunks move
 
 cdef struct Segment:
     int32_t file            # -1: host memory
@@ -197,13 +196,12 @@ cdef struct Slot:
     int32_t fault_file
     int64_t fault_offset
 
-cdef struct Flight:         # a chunk on an asynchronous link
+cdef struct Flight:         # a chunk that moves
     int32_t slot
     int32_t level
     int64_t sequence
     int64_t nbytes
     int32_t file
-    bint last
 
 cdef struct Room:
     pthread_mutex_t lock

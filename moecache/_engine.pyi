@@ -72,7 +72,8 @@ class Engine:
     """Moves experts into slots.
 
     A job is (source, slot, generation). Jobs wait in two levels, demand before prefetch; they travel in chunks, and at
-    each chunk boundary a prefetch can be dropped or overtaken by a demand (which resumes it later where it stopped).
+    each chunk boundary a prefetch can be dropped or overtaken by a demand, and goes on later where it stopped. Several
+    threads, waiting callers among them, may copy chunks of one job at the same time.
     ``complete[slot]`` becomes the generation, with release order, when the slot's bytes are all there, and its negative
     when the copy failed. A slot's next generation begins only when an earlier one's copy into it has stopped.
 
@@ -195,7 +196,7 @@ class Engine:
         ``direct_reads``, ``buffered_reads``
             Reads of files past the page cache, and through it.
         ``helped``
-            Jobs copied by waiting callers.
+            Chunks copied by waiting callers.
         """
     def reset_counters(self) -> None: ...
     def close(self) -> None:

@@ -28,7 +28,7 @@ from moecache.errors import ClosedError, RoutingError, TransferError
 include "_links.pxi"
 include "_queue.pxi"
 
-_STATES = ("idle", "queued", "waiting for an earlier copy into its slot", "being copied", "on the link")
+_STATES = ("idle", "queued", "waiting for an earlier copy into its slot", "moving")
 
 cdef enum:                  # how a wait ended
     READY = 0
@@ -90,7 +90,7 @@ cdef void give_mover(Room* room, Mover* mover) noexcept nogil:
 
 
 cdef bint help_one(Room* room, const int32_t* slots, const int32_t* generations, Py_ssize_t n) noexcept nogil:
-    """Copy the first demand job still queued among those waited for; False when there is none."""
+    """Copy a chunk of the first demand job still queued among those waited for; False when there is none."""
     cdef Py_ssize_t i
     cdef Slot* job
     cdef Mover* mover
@@ -552,7 +552,7 @@ cdef class Engine:
     cdef str state(self):
         cdef Room* room = self.room
         busy = [f"slot {i} generation {room.slots[i].generation}" for i in range(room.slots_count)
-                if room.slots[i].state >= HELD]
+                if room.slots[i].outstanding]
         return (f"{room.demand_count} demand and {room.heap_count} prefetch jobs queued, in flight: "
                 f"{', '.join(busy[:8]) or 'none'} ({room.flight_bytes} bytes on the link), "
                 f"{room.threads - room.threads_ended} of {room.threads} I/O threads alive")

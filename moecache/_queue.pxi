@@ -269,51 +269,63 @@ cdef inline void count_bytes(Room* room, int32_t level, int64_t nbytes) noexcept
         room.counters.bytes_prefetch += nbytes
 
 
-cdef int carry(Room* room, Mover* mover, int32_t slot) noexcept nogil:
-    """Copy a queued job on this thread, over a synchronous link. The lock is given up while bytes move.
-
-    Stops early at a chunk boundary when the job was dropped, or when it is a prefetch and a demand came in.
-    Returns THREAD_ENDS when that fault was injected, else 0.
-    """
+cdef void take(Room* room, int32_t slot, Flight* flight, Chunk* chunk) noexcept nogil:
+    """Take a chunk off a queued job to move it; the job leaves its queue with the last."""
     cdef Slot* job = &room.slots[slot]
-    cdef int64_t sequence = job.sequence, began
+    cdef bint last = cut(room, slot, chunk)
+    flight.slot = slot
+    flight.level = job.level
+    flight.sequence = job.sequence
+    flight.nbytes = chunk.nbytes
+    flight.file = chunk.file
+    job.outstanding += 1
+    if last:
+        unqueue(room, slot)
+        job.state = MOVING
+
+
+cdef void landed(Room* room, Flight* flight, int error, int64_t offset) noexcept nogil:
+    """A chunk has arrived, or failed."""
+    cdef Slot* job = &room.slots[flight.slot]
+    cdef bint live = job.sequence == flight.sequence
+    if error == 0:
+        count_bytes(room, job.level if live else flight.level, flight.nbytes)
+    if not live:
+        stale_landed(room, flight.slot)
+        return
+    job.outstanding -= 1
+    if error:
+        fail(room, flight.slot, error, flight.file, offset)
+    elif job.state == MOVING and job.outstanding == 0:
+        publish(room, flight.slot)
+
+
+cdef int carry(Room* room, Mover* mover, int32_t slot) noexcept nogil:
+    """Copy one chunk of a queued job on this thread, over a synchronous link, with the lock given up meanwhile.
+
+    Several threads may carry chunks of the same job. Returns THREAD_ENDS when that fault was injected, else 0.
+    """
+    cdef Flight flight
     cdef Chunk chunk
-    cdef bint last
     cdef int error
-    unqueue(room, slot)
-    job.state = HELD
-    job.outstanding = 1
-    while True:
-        last = cut(room, slot, &chunk)
-        leave(room)
-        began = now_ns()
-        error = room.link.copy(room.link, mover, &chunk, 0)
-        began = now_ns() - began
-        pthread_mutex_lock(&room.lock)
-        room.counters.busy_ns += began
-        if error == THREAD_ENDS:
-            return THREAD_ENDS
-        if error == 0:
-            count_bytes(room, job.level if job.sequence == sequence else PREFETCH, chunk.nbytes)
-        if job.sequence != sequence:
-            stale_landed(room, slot)
-            return 0
-        if error:
-            job.outstanding = 0
-            fail(room, slot, error, chunk.file, mover.fault_offset)
-            return 0
-        if last:
-            job.outstanding = 0
-            publish(room, slot)
-            return 0
-        if job.level == PREFETCH and room.first >= 0:
-            job.outstanding = 0
-            enqueue(room, slot)
-            return 0
+    cdef int64_t began
+    take(room, slot, &flight, &chunk)
+    if room.sleepers and next_job(room) >= 0:
+        pthread_cond_signal(&room.work)
+    leave(room)
+    began = now_ns()
+    error = room.link.copy(room.link, mover, &chunk, 0)
+    began = now_ns() - began
+    pthread_mutex_lock(&room.lock)
+    room.counters.busy_ns += began
+    if error == THREAD_ENDS:
+        return THREAD_ENDS
+    landed(room, &flight, error, mover.fault_offset)
+    return 0
 
 
 cdef void serve(Room* room, Mover* mover) noexcept nogil:
-    """Life of an I/O thread over a synchronous link."""
+    """Life of an I/O thread over a synchronous link: chunk after chunk of whatever is most wanted then."""
     cdef int32_t slot
     while not room.closing:
         slot = next_job(room)
@@ -326,40 +338,14 @@ cdef void serve(Room* room, Mover* mover) noexcept nogil:
             return
 
 
-cdef void landed(Room* room, Flight* flight, int error, int64_t offset) noexcept nogil:
-    """A chunk has left the asynchronous link."""
-    cdef Slot* job = &room.slots[flight.slot]
-    cdef bint live = job.sequence == flight.sequence
-    if error == 0:
-        count_bytes(room, job.level if live else flight.level, flight.nbytes)
-    if not live:
-        stale_landed(room, flight.slot)
-        return
-    job.outstanding -= 1
-    if error:
-        fail(room, flight.slot, error, flight.file, offset)
-    elif flight.last:
-        publish(room, flight.slot)
-
-
 cdef int launch(Room* room, Mover* mover, int32_t slot) noexcept nogil:
     """Start the next chunk of a queued job on the asynchronous link."""
-    cdef Slot* job = &room.slots[slot]
     cdef int32_t ticket = (room.flight_first + room.flight_count) % room.link.depth
     cdef Flight* flight = &room.flights[ticket]
-    cdef bint first = job.begun == 0
+    cdef bint first = room.slots[slot].begun == 0
     cdef Chunk chunk
     cdef int error = 0
-    flight.last = cut(room, slot, &chunk)
-    flight.slot = slot
-    flight.level = job.level
-    flight.sequence = job.sequence
-    flight.nbytes = chunk.nbytes
-    flight.file = chunk.file
-    job.outstanding += 1
-    if flight.last:
-        unqueue(room, slot)
-        job.state = FLYING
+    take(room, slot, flight, &chunk)
     leave(room)
     if first:
         error = room.link.begin(room.link, slot)
