@@ -103,7 +103,8 @@ def _compile(function: Callable[..., float]) -> Any:
                 f"score {function.__name__}: no number is called {name!r}{hint} There are: {', '.join(FEATURES)}"
             )
     arguments = ", ".join(f"x[{FEATURES.index(name)}]" for name in names)
-    namespace: dict[str, Any] = {"inner": numba.njit(function)}
+    # Division by zero gives infinity or NaN, as in NumPy: there is nobody to raise an error to.
+    namespace: dict[str, Any] = {"inner": numba.njit(function, error_model="numpy")}
     exec(f"def outer(x):\n    return float(inner({arguments}))", namespace)
     try:
         return numba.cfunc("float64(CPointer(float64))")(namespace["outer"])

@@ -124,14 +124,27 @@ def slots_for(
     if isinstance(capacity, (int, np.integer)):
         for kind in sorted(range(len(slots)), key=lambda i: slots[i] - exact[i])[: int(capacity) - sum(slots)]:
             slots[kind] += 1
-    least = top_k or 1
-    for kind, n in enumerate(slots):
-        if n < min(least, experts_of_kind[kind]):
-            raise CapacityError(
-                f"capacity {capacity!r} gives {n} slots of {expert_nbytes(kinds[kind]):,} bytes, and one token needs "
-                f"{least} at once: ask for at least {least * len(slots)} experts (of {total}, {nbytes:,} bytes)"
-            )
+    counted = isinstance(capacity, (int, np.integer))
+    cost = [1 if counted else expert_nbytes(kind) for kind in kinds]
+    least = [min(top_k or 1, n) for n in experts_of_kind]
+    if not _raise_to(least, slots, cost, share * (total if counted else nbytes)):
+        needed = sum(n * expert_nbytes(kind) for kind, n in zip(kinds, least, strict=True))
+        raise CapacityError(
+            f"capacity {capacity!r} is too small, one token needs {max(least)} at once: ask for at least {sum(least)} "
+            f"experts or {needed:,} bytes (of {total}, {nbytes:,} bytes)"
+        )
     return tuple(slots)
+
+
+def _raise_to(least: Sequence[int], slots: list[int], cost: Sequence[int], budget: float) -> bool:
+    # A kind of few layers gets what a token needs at the expense of those with many; False when that cannot be.
+    slots[:] = [max(n, m) for n, m in zip(slots, least, strict=True)]
+    while sum(n * c for n, c in zip(slots, cost, strict=True)) > budget * (1 + 1e-9):
+        spare = [kind for kind, n in enumerate(slots) if n > least[kind]]
+        if not spare:
+            return False
+        slots[max(spare, key=lambda kind: slots[kind] - least[kind])] -= 1
+    return True
 
 
 def _share(capacity: int | float | str, total: int, nbytes: int, device: torch.device) -> float:
@@ -203,9 +216,16 @@ def _cgroup_limits(root: str = "/sys/fs/cgroup", proc: str = "/proc/self/cgroup"
             try:
                 limit = (folder / limit_name).read_text().strip()
                 used = int((folder / usage_name).read_text())
-                stat = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
             except (OSError, ValueError):
                 continue
             if limit != "max":
-                found.append((int(limit), max(0, used - int(stat.get(cache_key, 0)))))
+                found.append((int(limit), max(0, used - _reclaimable(folder, cache_key))))
     return found
+
+
+def _reclaimable(folder: Path, key: str) -> int:
+    try:
+        stat = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
+        return int(stat.get(key, 0))
+    except (OSError, ValueError):
+        return 0
