@@ -1,0 +1,358 @@
+"""History files: what was saved comes back, and everything else is refused whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_core import SETTINGS, HistoryReference
+from safetensors.numpy import load_file, save_file
+from test_cache import make_bank
+
+from moecache import Fingerprint, History, history
+from moecache.errors import HistoryFormatError
+
+MODEL = Fingerprint((4, 3, 5), 2, "abc")
+
+
+def filled(
+    requests: int, fingerprint: Fingerprint = MODEL, capacity: int = 10, seed: int = 0, largest: int = 300
+) -> History:
+    rng = np.random.default_rng(seed)
+    result = History(fingerprint, capacity)
+    experts = sum(fingerprint.num_experts)
+    for n in range(requests):
+        prompt, decode = rng.integers(0, largest, (2, experts)) * (rng.random((2, experts)) < 0.5)
+        # Some of prompt only, some of answer only.
+        result.add(prompt * (n % 3 != 1), decode * (n % 3 != 2), int(rng.integers(1, 100)))
+    result.store.transitions[:] = rng.integers(0, 50, len(result.store.transitions))
+    result.store.origins[:] = rng.integers(0, 50, experts)
+    return result
+
+
+def assert_same(a: History, b: History) -> None:
+    assert len(a) == len(b)
+    assert a.fingerprint == b.fingerprint
+    n = len(a)
+    for name in ("prompt_counts", "decode_counts"):
+        np.testing.assert_array_equal(getattr(a.store, name)[:n], getattr(b.store, name)[:n])
+    for name in ("total", "transitions", "origins"):
+        np.testing.assert_array_equal(getattr(a.store, name), getattr(b.store, name))
+    assert a.store.tokens == b.store.tokens
+
+
+@given(requests=st.integers(0, 12), seed=st.integers(0, 100), largest=st.sampled_from([2, 300, 90_000]))
+@settings(SETTINGS, max_examples=30)
+def test_what_was_saved_comes_back(
+    requests: int, seed: int, largest: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("history") / "a.history"
+    saved = filled(requests, seed=seed, largest=largest)
+    saved.save(path)
+    loaded = History.load(path, MODEL)
+    assert_same(saved, loaded)
+    assert loaded.capacity == 10
+    counts = np.random.default_rng(seed).integers(0, 9, 12)
+    np.testing.assert_allclose(loaded.match(counts), saved.match(counts), rtol=1e-6)
+
+
+def test_match_is_the_flat_cosine() -> None:
+    found = filled(6)
+    reference = HistoryReference(MODEL.num_experts, 10)
+    for n in range(6):
+        reference.prompt.append(found.store.prompt_counts[n].astype(np.int64))
+        reference.decode.append(found.store.decode_counts[n].astype(np.int64))
+    counts = np.arange(12)
+    np.testing.assert_allclose(found.match(counts), reference.similarities(counts), rtol=1e-6)
+    assert found.match(np.zeros(12, np.int64)).tolist() == [0] * 6
+    assert History(MODEL).match(counts).shape == (0,)
+
+
+def test_add_says_where() -> None:
+    one = History(MODEL, 2)
+    assert one.add(np.zeros(12, int), np.ones(12, int), 3) == 0
+    assert one.add(np.zeros(12, int), np.zeros(12, int), 3) == -1
+    assert len(one) == 1
+
+
+@pytest.mark.parametrize("capacity", [0, -3])
+def test_a_history_of_no_requests_is_refused(capacity: int) -> None:
+    with pytest.raises(HistoryFormatError, match="at least 1"):
+        History(MODEL, capacity)
+
+
+def test_another_capacity_when_loading(tmp_path: Path) -> None:
+    path = tmp_path / "a.history"
+    saved = filled(8)
+    saved.save(path)
+    assert History.load(path, capacity=20).capacity == 20
+    smaller = History.load(path, capacity=3)
+    assert (len(smaller), smaller.capacity) == (3, 3)
+    # What is known of all requests stays.
+    np.testing.assert_array_equal(smaller.store.total, saved.store.total)
+    assert smaller.store.tokens == saved.store.tokens
+
+
+# Merging
+
+
+def test_merging_adds_everything_once() -> None:
+    one, two = filled(3, seed=1), filled(4, seed=2)
+    total, tokens = one.store.total + two.store.total, one.store.tokens + two.store.tokens
+    transitions, origins = one.store.transitions + two.store.transitions, one.store.origins + two.store.origins
+    one.merge(two)
+    assert len(one) == 7
+    np.testing.assert_array_equal(one.store.total, total)
+    np.testing.assert_array_equal(one.store.transitions, transitions)
+    np.testing.assert_array_equal(one.store.origins, origins)
+    assert one.store.tokens == tokens
+    np.testing.assert_array_equal(one.store.prompt_counts[3:7], two.store.prompt_counts[:4])
+
+
+def test_merging_into_a_full_history_keeps_its_size(tmp_path: Path) -> None:
+    one = filled(3, capacity=3)
+    one.merge(filled(5, seed=3))
+    assert len(one) == 3
+    one.save(tmp_path / "a")
+    assert_same(one, History.load(tmp_path / "a"))
+
+
+def test_merging_another_model_is_refused_and_changes_nothing() -> None:
+    one, before = filled(3), filled(3)
+    for other in (Fingerprint((4, 3, 4), 2, "abc"), Fingerprint((4, 3, 5), 3, "abc"), Fingerprint((4, 3, 5), 2, "abd")):
+        with pytest.raises(HistoryFormatError, match=r"expected .*4 layers|expected 3 layers .*found 3 layers"):
+            one.merge(filled(2, other))
+        assert_same(one, before)
+
+
+# Fingerprints
+
+
+def test_fingerprints_tell_models_apart() -> None:
+    base = Fingerprint.of(make_bank((8, 8)), 2)
+    assert base.fits(base)
+    assert base.fits(Fingerprint.of(make_bank((8, 8), salt=1), 2)), "other weights are the same model to a history"
+    assert base.fits(base._replace(top_k=0))
+    assert base._replace(top_k=0).fits(base)
+    assert not base.fits(base._replace(top_k=3))
+    assert not base.fits(Fingerprint.of(make_bank((8, 16)), 2))
+    assert not base.fits(Fingerprint.of(make_bank((8, 8), sizes=[6, 6]), 2))
+    assert not base.fits(Fingerprint.of(make_bank((8, 8), sizes=[5, 6]), 2))
+    assert "2 layers of 8 experts, top-2" in str(base)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Fingerprint((4, 16), 2, "abc"),
+        Fingerprint((5, 8), 2, "abc"),
+        MODEL._replace(digest="xyz"),
+        MODEL._replace(top_k=4),
+    ],
+)
+def test_a_file_of_another_model_is_refused_with_both_shown(tmp_path: Path, other: Fingerprint) -> None:
+    path = tmp_path / "a.history"
+    filled(2).save(path)
+    with pytest.raises(HistoryFormatError) as caught:
+        History.load(path, other)
+    assert str(MODEL) in str(caught.value)
+    assert str(other) in str(caught.value)
+
+
+# Damaged files
+
+
+def test_a_file_cut_at_any_byte_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.history"
+    filled(2, Fingerprint((2, 2), 1, "abc")).save(path)
+    whole = path.read_bytes()
+    cut = tmp_path / "cut.history"
+    for n in [*range(0, len(whole), 7), len(whole) - 1]:
+        cut.write_bytes(whole[:n])
+        with pytest.raises(HistoryFormatError, match=r"cut\.history"):
+            History.load(cut)
+
+
+@given(at=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
+@settings(SETTINGS, max_examples=150)
+def test_a_changed_byte_is_refused_or_harmless(at: float, byte: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    # No checksum: a changed count goes unnoticed. But nothing else may come out than our error or a whole history.
+    path = tmp_path_factory.mktemp("history") / "a.history"
+    filled(2, Fingerprint((2, 2), 1, "abc")).save(path)
+    content = bytearray(path.read_bytes())
+    content[int(at * len(content))] = byte
+    path.write_bytes(content)
+    try:
+        loaded = History.load(path)
+    except HistoryFormatError:
+        return
+    assert len(loaded) == 2
+
+
+Change = Callable[[dict[str, Any], dict[str, str]], Any]
+
+
+def drop(name: str) -> Change:
+    return lambda tensors, metadata: tensors.pop(name)
+
+
+def put(name: str, value: Any) -> Change:
+    return lambda tensors, metadata: tensors.update({name: np.array(value(tensors[name]))})
+
+
+def say(name: str, value: Any) -> Change:
+    return lambda tensors, metadata: metadata.update({name: value if isinstance(value, str) else json.dumps(value)})
+
+
+def swap(a: str, b: str) -> Change:
+    return lambda tensors, metadata: tensors.update({a: tensors[b], b: tensors[a]})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(drop(name) for name in ("prompt", "decode", "total", "transitions", "origins")),
+        swap("prompt", "total"),
+        swap("total", "origins"),
+        swap("transitions", "origins"),
+        swap("decode", "transitions"),
+        put("total", lambda t: -t),
+        put("total", lambda t: t * 0),
+        put("prompt", lambda t: t[:1]),
+        put("prompt", lambda t: t[:, :-1]),
+        put("prompt", lambda t: t.astype(np.int32)),
+        put("decode", lambda t: t.astype(np.float16)),
+        put("prompt", lambda t: t[0, 0]),
+        put("prompt", lambda t: t.reshape(-1)),
+        put("origins", lambda t: t[1:]),
+        say("format", "something"),
+        say("version", "2"),
+        say("tokens", "-1"),
+        say("tokens", "many"),
+        say("tokens", "NaN"),
+        say("capacity", "0"),
+        say("capacity", "-5"),
+        say("capacity", str(2**31)),
+        say("capacity", str(10**30)),
+        say("fingerprint", "nonsense"),
+        say("fingerprint", [[4, 3, 5], 2]),
+        say("fingerprint", [[4, 3, 4], 2, "abc"]),
+        say("fingerprint", [[], 2, "abc"]),
+        say("fingerprint", [[12, 0], 2, "abc"]),
+        say("fingerprint", [[-4, 16], 2, "abc"]),
+        say("fingerprint", [[2**40], 2, "abc"]),
+        say("fingerprint", [["a"], 2, "abc"]),
+        say("fingerprint", [None, 2, "abc"]),
+        say("fingerprint", {"a": 1}),
+        say("fingerprint", "3"),
+        lambda tensors, metadata: tensors.update(prompt=tensors["prompt"] * 0, decode=tensors["decode"] * 0),
+        lambda tensors, metadata: metadata.clear(),
+        lambda tensors, metadata: metadata.pop("fingerprint"),
+    ],
+)
+def test_impossible_files_are_refused(tmp_path: Path, change: Change) -> None:
+    path = tmp_path / "a.history"
+    filled(3).save(path)
+    tensors = load_file(path)
+    metadata = {
+        "format": "moecache.history",
+        "version": "1",
+        "fingerprint": json.dumps(MODEL),
+        "tokens": "50",
+        "capacity": "10",
+    }
+    save_file(tensors, path, metadata)
+    assert len(History.load(path)) == 3
+    change(tensors, metadata)
+    save_file({name: np.ascontiguousarray(t) if t.ndim else t for name, t in tensors.items()}, path, metadata)
+    with pytest.raises(HistoryFormatError, match=r"a\.history"):
+        History.load(path)
+
+
+def test_tensors_of_a_type_that_numpy_lacks_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file as save_torch
+
+    path = tmp_path / "a.history"
+    save_torch(
+        {"prompt": torch.zeros(2, 12, dtype=torch.bfloat16)}, path, {"format": "moecache.history", "version": "1"}
+    )
+    with pytest.raises(HistoryFormatError):
+        History.load(path)
+
+
+def test_pickles_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.history"
+    torch.save({"prompt": torch.zeros(3)}, path)
+    with pytest.raises(HistoryFormatError):
+        History.load(path)
+    with path.open("wb") as file:
+        np.save(file, np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    with pytest.raises(HistoryFormatError):
+        History.load(path)
+
+
+def test_what_is_not_there_and_what_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"missing\.history"):
+        History.load(tmp_path / "missing.history")
+    with pytest.raises(HistoryFormatError):
+        History.load(tmp_path)
+
+
+# Writing
+
+
+@pytest.mark.parametrize("broken", ["fsync", "replace"])
+def test_a_failing_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    path = tmp_path / "a.history"
+    filled(2).save(path)
+    before = path.read_bytes()
+
+    def fail(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(history.os, broken, fail)
+        with pytest.raises(OSError, match="No space left"):
+            filled(5).save(path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["a.history"]
+    filled(5).save(path)
+    assert len(History.load(path)) == 5
+
+
+def test_a_disk_that_fills_up_leaves_the_old_file(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    import signal
+
+    path = tmp_path / "a.history"
+    filled(2).save(path)
+    before = path.read_bytes()
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        with pytest.raises(OSError, match="large"):
+            filled(9).save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["a.history"]
+
+
+def test_saving_into_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        filled(1).save(tmp_path / "missing" / "a.history")
+
+
+def test_saving_beside_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    filled(1).save("a.history")
+    assert len(History.load("a.history")) == 1
