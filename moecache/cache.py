@@ -58,8 +58,8 @@ class ExpertCache:
         Fetch experts of the coming layer ahead where that promises to pay.
     top_k : int, optional
         Experts per token. When known, a capacity below it is refused and the history is checked against it.
-    threads : int
-        I/O threads.
+    threads : int, optional
+        I/O threads; by default two for a bank on disk, so that one reads while the other copies out, and one otherwise.
     timeout : float
         Seconds after which a wait for bytes or for a slot is an error.
     sentinel : int, optional
@@ -92,7 +92,7 @@ class ExpertCache:
         history_capacity: int = 1000,
         prefetch: bool = True,
         top_k: int | None = None,
-        threads: int = 1,
+        threads: int | None = None,
         timeout: float = 60.0,
         sentinel: int | None = None,
         link: Any = None,
@@ -105,7 +105,7 @@ class ExpertCache:
         self._sentinel = -1 if sentinel is None else sentinel
         self._policy = resolve(policy)
         self._prefetch = prefetch
-        self._threads = threads
+        self._threads = threads or (2 if bank.location == "disk" else 1)
         self._link = link
         slots = self._slots_for(capacity)
         self.history, self._history_path = open_history(history, Fingerprint.of(bank, top_k), history_capacity)

@@ -301,5 +301,5 @@ def copies_for(sources: Sources, device: torch.device, slots: int, depth: int = 
     in_memory = sources.segment_file < 0
     ranges = zip(sources.segment_source[in_memory].tolist(), sources.segment_nbytes[in_memory].tolist(), strict=True)
     staging = 0 if in_memory.all() else depth * (STAGED_CHUNK + 2 * PAGE)
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = device.index if ":" in str(device) else torch.cuda.current_device()
     return CudaCopies(index, slots, ranges=list(ranges), depth=depth, staging_nbytes=staging)
