@@ -578,10 +578,12 @@ class Lease:
 
 def _on_cpu(ids: Any, device: torch.device, layer: int) -> torch.Tensor:
     # Ids may come as anything array-like; on another device only if it is the cache's own.
-    ids = torch.as_tensor(ids)
-    if ids.device.type not in ("cpu", device.type):
-        raise RoutingError(f"layer {layer}: ids are on {ids.device}; expected the cache's device {device} or the CPU")
-    return ids.to("cpu")
+    tensor: torch.Tensor = torch.as_tensor(ids)
+    if tensor.device.type not in ("cpu", device.type):
+        raise RoutingError(
+            f"layer {layer}: ids are on {tensor.device}; expected the cache's device {device} or the CPU"
+        )
+    return tensor.to("cpu")
 
 
 def _signed(ids: torch.Tensor) -> torch.Tensor:

@@ -56,7 +56,7 @@ class Schedule:
         """int64 array ``[tokens, layers, k]``: the layer step in which each routed expert is used next, or one beyond all."""
         return next_uses(self.experts, self.start, max(self.num_experts))
 
-    def arrays(self) -> tuple[np.ndarray, ...]:
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """What the native replay takes, in its order."""
         return self.experts, self.start, self.request, self.decode, self.last, self.counted
 
