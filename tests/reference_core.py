@@ -255,9 +255,14 @@ class SlotTable:
 
 
 def make_score(
-    policy: str, table: SlotTable, estimates: Estimates, now: int, shares: NDArray[np.float64] | None
+    policy: str,
+    table: SlotTable,
+    estimates: Estimates,
+    now: int,
+    request: RequestReference,
+    shares: NDArray[np.float64] | None,
 ) -> Score:
-    """The documented score of a policy; the largest is given up."""
+    """The documented score of a policy, or a feature on its own; the largest is given up."""
     layout = table.layout
 
     def distance(gid: int) -> int:
@@ -275,6 +280,11 @@ def make_score(
         "lfu": lambda gid: -float(table.frequency[gid]),
         "expected-next-use": expected_next_use,
         "moe-infinity": moe_infinity,
+        "now": lambda gid: float(now),
+        "request_frequency": lambda gid: float(request.counts[gid]),
+        "fast": lambda gid: float(request.fast[gid]),
+        "slow": lambda gid: float(request.slow[gid]),
+        "prior": lambda gid: float(estimates.prior[gid]),
     }
     return scores[policy]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from reference_core import (
 
 from moecache._core import Core, HistoryStore, RequestState
 from moecache.errors import LeaseError, RoutingError
+from moecache.policy import Score
+from moecache.policy import score as make_user_score
 
 LAYOUTS = st.sampled_from([(4,), (3, 3), (5, 2, 7), (1, 4), (8, 16, 4)])
 
@@ -546,15 +549,28 @@ def test_policies_and_scores_that_do_not_fit_are_refused() -> None:
 # Victims
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "expected-next-use", "moe-infinity"])
+FEATURES = ("now", "request_frequency", "fast", "slow", "prior")
+
+
+@functools.cache
+def feature_alone(name: str) -> Score:
+    namespace: dict[str, Any] = {}
+    exec(f"def alone({name}): return {name}", namespace)
+    return make_user_score(namespace["alone"])
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "expected-next-use", "moe-infinity", *FEATURES])
 @given(data=st.data())
-@settings(SETTINGS, max_examples=50)
+@settings(SETTINGS, max_examples=25)
 def test_hits_and_victims_of_a_trace(policy: str, data: st.DataObject) -> None:
     """Every copy lands at once; hits, misses, evictions and the order of victims equal those of a dict."""
     num_experts = data.draw(st.sampled_from([(6,), (4, 4), (3, 6, 4)]))
     kinds = data.draw(st.sampled_from([[0] * len(num_experts), [n % 2 for n in range(len(num_experts))]]))
     room = [data.draw(st.integers(2, 5)) for _ in range(max(kinds) + 1)]
-    core = make_core(num_experts, room, policy=policy, kinds=kinds, history=3)
+    if policy in FEATURES:
+        core = make_core(num_experts, room, policy="user", score=feature_alone(policy).address, kinds=kinds, history=3)
+    else:
+        core = make_core(num_experts, room, policy=policy, kinds=kinds, history=3)
     history = HistoryReference(num_experts, 3)
     estimates = Estimates(history, 2)
     table = SlotTable(history.layout)
@@ -574,7 +590,7 @@ def test_hits_and_victims_of_a_trace(policy: str, data: st.DataObject) -> None:
             wanted = max(0, len(missing) - vacant)
             allowed = []
             for shares in request.ratios() if policy == "moe-infinity" else [None]:
-                score = make_score(policy, table, estimates, layer, shares)
+                score = make_score(policy, table, estimates, layer, request, shares)
                 assume(not table.ambiguous(gids, candidates, score))
                 allowed.append(table.victims(gids, candidates, wanted, score))
             fetched = step.plan.fetches

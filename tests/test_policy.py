@@ -14,7 +14,7 @@ from test_core import id_rows, make_core
 
 from moecache import ExpertCache, policy
 from moecache.errors import PolicyError
-from moecache.policy import FEATURES, NAMES, resolve, score
+from moecache.policy import NAMES, resolve, score
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -102,21 +102,6 @@ def returns_nothing(age: float) -> None:
 def test_scores_that_cannot_work(function: Callable[..., float], message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         score(function)
-
-
-def test_every_feature_reaches_the_score() -> None:
-    # Each feature's value decides alone: the score is compiled, bound and called through the core.
-    for name in FEATURES:
-        namespace: dict[str, Callable[..., float]] = {}
-        exec(f"def only({name}): return {name}", namespace)
-        made = score(namespace["only"])
-        core = make_core((6,), 3, policy="user", score=made.address)
-        request = core.begin_request()
-        for e in (0, 1, 2, 0, 3, 4):
-            step = call_route(core, request, 0, [[e]])
-            run_step(core, step)
-            core.release(step)
-        assert len(set(core.slot_expert)) == 3
 
 
 def victims(policy_name: str, address: int, trace: list[tuple[int, list[list[int]]]]) -> list[list[int]]:
