@@ -541,9 +541,11 @@ class Lease:
         with cache._slot_freed:
             cache._waiting += 1
             try:
+                others = self._held_by_others()
                 while not self._core.retry(step):
-                    others = sum(n for thread, n in list(cache._leases.items()) if thread != self._thread)
-                    if not others or time.monotonic() > deadline:
+                    # Nobody else to wait for, neither before the look nor after it: this thread holds the slots itself.
+                    before, others = others, self._held_by_others()
+                    if (not before and not others) or time.monotonic() > deadline:
                         held = ", ".join(f"layer {layer} expert {expert}" for layer, expert in self._core.holders())
                         raise LeaseError(
                             f"layer {step.layer} needs slots for {step.deferred} more experts, and all "
@@ -553,6 +555,9 @@ class Lease:
             finally:
                 cache._waiting -= 1
         self._submit()
+
+    def _held_by_others(self) -> int:
+        return sum(n for thread, n in list(self._cache._leases.items()) if thread != self._thread)
 
     def release(self) -> None:
         """Let go of the slots. A second call does nothing."""
