@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -430,6 +430,64 @@ def test_a_lease_waits_for_a_slot_that_another_thread_holds(bank: ExpertBank) ->
             check(cache, lease, 0, expert, slot)
         other.join(60)
         assert not other.is_alive()
+
+
+class ReleasesLate:
+    """A core whose first look for slots finds none, with the holder letting go right after it."""
+
+    def __init__(self, core: Any, let_go: Callable[[], None]) -> None:
+        self.core, self.let_go, self.looks = core, let_go, 0
+
+    def retry(self, step: Any) -> bool:
+        found = bool(self.core.retry(step))
+        self.looks += 1
+        if self.looks == 1:
+            assert not found
+            self.let_go()
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.core, name)
+
+
+def test_a_slot_that_is_let_go_during_the_look_is_found(bank: ExpertBank) -> None:
+    with ExpertCache(bank, 1, timeout=60) as cache, cache.request() as one, cache.request() as two:
+        held = []
+
+        def hold() -> None:
+            held.append(one.route(0, torch.tensor([[0]])))
+            list(held[0].ready())
+
+        other = threading.Thread(target=hold)
+        other.start()
+        other.join(60)
+        with two.route(0, torch.tensor([[1]])) as lease:
+            lease._core = ReleasesLate(cache._core, held[0].release)
+            assert [expert for expert, _, _ in lease.ready()] == [1]
+
+
+def test_three_threads_with_steps_larger_than_the_pool() -> None:
+    with make_bank((8, 8, 8)) as bank, ExpertCache(bank, 3, timeout=60) as cache:
+        errors: list[BaseException] = []
+
+        def work(seed: int) -> None:
+            rng = np.random.default_rng(seed)
+            try:
+                with cache.request() as request:
+                    for n in range(60):
+                        run(request, n % 3, torch.from_numpy(rng.integers(0, 8, (int(rng.integers(1, 9)), 2))))
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert not any(thread.is_alive() for thread in threads)
+        assert errors == []
+        assert cache.stats().waves > 0
+        assert cache._core.holders() == []
 
 
 def test_use_after_close(bank: ExpertBank, tmp_path: Path) -> None:

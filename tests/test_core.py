@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from reference_core import (
     run_step,
 )
 
+from moecache import _core
 from moecache._core import Core, HistoryStore, RequestState
 from moecache.errors import LeaseError, RoutingError
 from moecache.policy import Score
@@ -544,6 +547,19 @@ def test_policies_and_scores_that_do_not_fit_are_refused() -> None:
     for policy, score in [("nonsense", 0), ("user", 0), ("lru", 1)]:
         with pytest.raises(ValueError, match="policy"):
             make_core((4,), 2, policy=policy, score=score)
+
+
+def test_the_stub_lists_what_there_is() -> None:
+    tree = ast.parse(Path(_core.__file__).with_name("_core.pyi").read_text())
+    typed = {node.name: {member.name for member in node.body} for node in tree.body if isinstance(node, ast.ClassDef)}
+    for name, members in typed.items():
+        public = {member for member in vars(getattr(_core, name)) if not member.startswith("_")}
+        assert members - {"__init__"} == public, name
+    internal = {"Candidates", "Prefetcher"}
+    compiled = {
+        name for name, item in vars(_core).items() if isinstance(item, type) and item.__module__ == "moecache._core"
+    }
+    assert set(typed) == compiled - internal
 
 
 # Victims
