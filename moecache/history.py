@@ -6,9 +6,10 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -247,10 +248,18 @@ def _check_tensors(
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a whole file or leave what was there."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    with whole_file(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """A new file that takes its name only when all of it is written; what was there stays until then."""
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    # Not mkstemp: its files are for their owner alone.
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
+        with open(temporary, "xb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

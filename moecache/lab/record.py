@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from ..history import Fingerprint
+from ..history import Fingerprint, whole_file
 
 if TYPE_CHECKING:
     from ..cache import ExpertCache, Request
@@ -163,20 +163,11 @@ class Recorder:
         }
         if self._uncounted:
             kinds["counted"] = ("U8", np.uint8, (self.tokens,))
-        handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(self._header(kinds))
-                for name, (_, dtype, _) in kinds.items():
-                    for part in self._parts(name):
-                        file.write(np.ascontiguousarray(part, dtype).tobytes())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        with whole_file(self.path) as file:
+            file.write(self._header(kinds))
+            for name, (_, dtype, _) in kinds.items():
+                for part in self._parts(name):
+                    file.write(np.ascontiguousarray(part, dtype).tobytes())
 
     def _header(self, kinds: dict[str, tuple[str, Any, tuple[int, ...]]]) -> bytes:
         uniform = len(set(self._num_experts)) == 1
