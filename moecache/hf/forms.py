@@ -109,23 +109,28 @@ def _plain(module: nn.Module, weights: Weights, slot: int, rows: torch.Tensor, s
     return linear(module._apply_gate(gate_up), weights["down_proj"].select(0, slot)) * scale  # type: ignore[operator]
 
 
+def _flag(module: Any, name: str, default: bool = False) -> bool:
+    """What transformers' decorator says of a class; a version before the flag means its default."""
+    return bool(getattr(module, name, default))
+
+
 def _by_flags(module: Any, weights: Weights, slot: int, rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """A class described by the flags of transformers' decorator."""
-    first = "gate_up_proj" if module.has_gate else "up_proj"
+    first = "gate_up_proj" if _flag(module, "has_gate", True) else "up_proj"
     inner = _project(module, weights, first, slot, rows)
-    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    inner = module._apply_gate(inner) if _flag(module, "has_gate", True) else module.act_fn(inner)
     out = _project(module, weights, "down_proj", slot, inner)
-    if module.has_post_expert_norm:
+    if _flag(module, "has_post_expert_norm"):
         out = module.post_expert_norm(out)
     return out * scale
 
 
 def _project(module: Any, weights: Weights, name: str, slot: int, rows: torch.Tensor) -> torch.Tensor:
     weight = weights[name].select(0, slot)
-    if module.is_transposed:
+    if _flag(module, "is_transposed"):
         out = rows @ weight
-        return out + weights[name + "_bias"].select(0, slot) if module.has_bias else out
-    return linear(rows, weight, weights[name + "_bias"].select(0, slot) if module.has_bias else None)
+        return out + weights[name + "_bias"].select(0, slot) if _flag(module, "has_bias") else out
+    return linear(rows, weight, weights[name + "_bias"].select(0, slot) if _flag(module, "has_bias") else None)
 
 
 def _by_stock(module: nn.Module, weights: Weights, slot: int, rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -205,7 +210,9 @@ def choose_form(module: nn.Module, specs: Mapping[str, ParamSpec], device: torch
 
 
 def _forms(module: Any, specs: Mapping[str, ParamSpec]) -> Iterable[Form]:
-    plain_flags = module.has_gate and not (module.has_bias or module.is_transposed or module.has_post_expert_norm)
+    plain_flags = _flag(module, "has_gate", True) and not (
+        _flag(module, "has_bias") or _flag(module, "is_transposed") or _flag(module, "has_post_expert_norm")
+    )
     if plain_flags and set(specs) == {"gate_up_proj", "down_proj"}:
         yield Form(_plain, "input")
     yield Form(_by_flags, "input")
@@ -235,7 +242,7 @@ def _equals_stock(
     }
     stand_in = _StandIn(module, weights, experts)
     dtype = next(iter(weights.values())).dtype
-    hidden = weights["down_proj"].shape[-1 if getattr(module, "is_transposed", False) else 1]
+    hidden = weights["down_proj"].shape[-1 if _flag(module, "is_transposed") else 1]
     for tokens in (1, 3, 17):
         for top_k in (1, 2):
             rows = random(tokens, hidden, dtype=dtype)
