@@ -103,6 +103,10 @@ class ExpertCache:
         self.top_k = top_k
         self.timeout = timeout
         self._sentinel = -1 if sentinel is None else sentinel
+        if 0 <= self._sentinel < max(self.num_experts):
+            raise RoutingError(
+                f"sentinel {sentinel} is an expert of some layer: expected a number that no router gives"
+            )
         self._policy = resolve(policy)
         self._prefetch = prefetch
         self._threads = threads or (2 if bank.location == "disk" else 1)
@@ -583,7 +587,12 @@ class Lease:
 
 def _on_cpu(ids: Any, device: torch.device, layer: int) -> torch.Tensor:
     # Ids may come as anything array-like; on another device only if it is the cache's own.
-    tensor: torch.Tensor = torch.as_tensor(ids)
+    try:
+        tensor: torch.Tensor = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RoutingError(
+            f"layer {layer}: ids cannot be made a tensor ({error}); expected integers [tokens, k]"
+        ) from error
     if tensor.device.type not in ("cpu", device.type):
         raise RoutingError(
             f"layer {layer}: ids are on {tensor.device}; expected the cache's device {device} or the CPU"

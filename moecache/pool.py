@@ -50,10 +50,12 @@ class Pool:
     Raises
     ------
     CapacityError
-        The device has less free memory than the slots need. Nothing has been allocated.
+        The device has less free memory than the slots need, or is of another type. Nothing has been allocated.
     """
 
     def __init__(self, kinds: Sequence[Mapping[str, ParamSpec]], slots: Sequence[int], device: torch.device) -> None:
+        if device.type not in ("cpu", "cuda"):
+            raise CapacityError(f"no slots can be made on {device}: expected the CPU or a CUDA device")
         self.nbytes = sum(n * expert_nbytes(kind) for kind, n in zip(kinds, slots, strict=True))
         free = available_memory(device)
         if self.nbytes > free:
@@ -115,6 +117,8 @@ def slots_for(
     ------
     CapacityError
     """
+    if top_k is not None and top_k < 1:
+        raise CapacityError(f"top_k {top_k} is no number of experts per token: expected at least 1, or None")
     total = sum(experts_of_kind)
     nbytes = sum(n * expert_nbytes(kind) for kind, n in zip(kinds, experts_of_kind, strict=True))
     share = _share(capacity, total, nbytes, device)
