@@ -20,7 +20,7 @@ SETTINGS = settings(
     deadline=None,
     derandomize=CI,
     database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 
 # Documented constants of the policies.

@@ -77,7 +77,7 @@ def check(cache: ExpertCache, lease: Any, layer: int, expert: int, slot: int) ->
 
 
 @given(data=st.data())
-@settings(SETTINGS, max_examples=25)
+@settings(SETTINGS, max_examples=15)
 def test_any_steps_get_their_own_bytes(data: st.DataObject) -> None:
     num_experts = data.draw(st.sampled_from([(8,), (3, 6, 4), (5, 5, 5, 5)]))
     alike = data.draw(st.booleans())
@@ -185,6 +185,9 @@ META = torch.zeros((1, 2), dtype=torch.int64, device="meta")
         (torch.tensor([0, 1]), {}, r"shape \(2,\); expected \[tokens, k\]"),
         (torch.tensor([[[0, 1]]]), {}, r"shape \(1, 1, 2\)"),
         (torch.tensor(3), {}, r"shape \(\)"),
+        ([[0], [1, 2]], {}, "cannot be made a tensor"),
+        (None, {}, "cannot be made a tensor"),
+        ("01", {}, "cannot be made a tensor"),
         (META, {}, "meta"),
         ([[0, 1]], {"weights": torch.tensor([[0.5, math.nan]])}, "NaN"),
         ([[0, 1]], {"weights": torch.tensor([[0.5]])}, "gate weights"),
@@ -201,7 +204,7 @@ def test_bad_routing_changes_nothing(bank: ExpertBank, ids: Any, options: dict[s
         run(request, 1, [[2, 3]])
         before = cache.stats().as_dict(), cache.resident(), [c.tolist() for c in request.counts]
         with pytest.raises(RoutingError, match=message):
-            request.route(1, torch.as_tensor(ids), **options)
+            request.route(1, ids, **options)
         after = cache.stats().as_dict(), cache.resident(), [c.tolist() for c in request.counts]
         assert before == after
         assert sorted(run(request, 1, [[4, 5]])) == [4, 5]
@@ -227,6 +230,12 @@ def test_padding_duplicates_and_empty_batches_just_work(bank: ExpertBank) -> Non
 def test_a_sentinel_is_padding_when_configured(bank: ExpertBank) -> None:
     with ExpertCache(bank, 3, sentinel=8) as cache, cache.request() as request:
         assert run(request, 0, [[8, 0], [-1, 8]]) == [0]
+
+
+@pytest.mark.parametrize("sentinel", [0, 3, 7])
+def test_a_sentinel_that_is_an_expert_is_refused(bank: ExpertBank, sentinel: int) -> None:
+    with pytest.raises(RoutingError, match=f"sentinel {sentinel} is an expert"):
+        ExpertCache(bank, 3, sentinel=sentinel)
 
 
 def test_good_gate_weights_and_uncounted_rows_pass(bank: ExpertBank) -> None:
@@ -290,6 +299,23 @@ def test_a_capacity_below_top_k_is_refused(bank: ExpertBank) -> None:
         ExpertCache(bank, 3, top_k=4)
     with ExpertCache(bank, 4, top_k=4):
         pass
+
+
+@pytest.mark.parametrize("top_k", [0, -2])
+def test_a_top_k_below_one_is_refused(bank: ExpertBank, top_k: int) -> None:
+    with pytest.raises(CapacityError, match="top_k"):
+        ExpertCache(bank, 4, top_k=top_k)
+
+
+def test_a_device_without_addresses_is_refused(bank: ExpertBank) -> None:
+    with pytest.raises(CapacityError, match="no slots can be made on meta"):
+        ExpertCache(bank, 4, device="meta")
+
+
+def test_a_bank_that_is_closed_is_refused(bank: ExpertBank) -> None:
+    bank.close()
+    with pytest.raises(ClosedError, match="bank is closed"):
+        ExpertCache(bank, 4)
 
 
 def test_bytes_are_never_exceeded() -> None:
@@ -873,8 +899,10 @@ def test_a_skewed_trace_is_prefetched_through_the_real_engine() -> None:
                     for layer in range(4):
                         run(request, layer, [[(e + layer) % 8]])
                         cache._engine.drain(60)
+            cache.resize(9)
         stats = cache.stats()
         assert stats.prefetch_issued > 0
+        assert stats.prefetch_issued == stats.prefetch_useful + stats.prefetch_late + stats.prefetch_wasted
         assert stats.prefetch_useful > 0.5 * stats.prefetch_issued
         assert stats.bytes_prefetch > 0
         with ExpertCache(bank, 8, top_k=1, prefetch=False) as without, without.request() as request:

@@ -90,7 +90,7 @@ def loaded(store: HistoryStore, counts: np.ndarray) -> RequestState:
 
 
 @given(stores(), st.data())
-@settings(SETTINGS, max_examples=60)
+@settings(SETTINGS, max_examples=40)
 def test_similarities_are_the_flat_cosine(pair: tuple[HistoryStore, HistoryReference], data: st.DataObject) -> None:
     store, reference = pair
     counts = data.draw(st.composite(matrix)(reference.layout.total, 300))
@@ -170,7 +170,7 @@ def test_wrong_number_of_counts_is_refused() -> None:
 
 
 @given(stores(largest=20), st.data())
-@settings(SETTINGS, max_examples=60)
+@settings(SETTINGS, max_examples=40)
 def test_the_running_match_equals_a_search_from_scratch(
     pair: tuple[HistoryStore, HistoryReference], data: st.DataObject
 ) -> None:
@@ -271,7 +271,7 @@ def id_rows(
 
 
 @given(st.data())
-@settings(SETTINGS, max_examples=80)
+@settings(SETTINGS, max_examples=50)
 def test_interleaved_requests_learn_what_the_reference_learns(data: st.DataObject) -> None:
     num_experts = data.draw(LAYOUTS)
     twins = Twins(num_experts, history=data.draw(st.integers(1, 3)), top_k=data.draw(st.integers(0, 3)))
@@ -393,7 +393,7 @@ def test_ids_of_every_dtype_and_stride(dtype: type, layout: str) -> None:
 
 
 @given(st.data())
-@settings(SETTINGS, max_examples=80)
+@settings(SETTINGS, max_examples=50)
 def test_pairs_are_grouped_as_torch_where_lists_the_one_hot_mask(data: st.DataObject) -> None:
     experts = data.draw(st.integers(1, 9))
     ids = data.draw(id_rows(experts, st.integers(1, 7), st.integers(1, 5)))
@@ -577,7 +577,7 @@ def feature_alone(name: str) -> Score:
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "expected-next-use", "moe-infinity", *FEATURES])
 @given(data=st.data())
-@settings(SETTINGS, max_examples=25)
+@settings(SETTINGS, max_examples=15)
 def test_hits_and_victims_of_a_trace(policy: str, data: st.DataObject) -> None:
     """Every copy lands at once; hits, misses, evictions and the order of victims equal those of a dict."""
     num_experts = data.draw(st.sampled_from([(6,), (4, 4), (3, 6, 4)]))

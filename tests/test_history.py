@@ -50,7 +50,7 @@ def assert_same(a: History, b: History) -> None:
 
 
 @given(requests=st.integers(0, 12), seed=st.integers(0, 100), largest=st.sampled_from([2, 300, 90_000]))
-@settings(SETTINGS, max_examples=30)
+@settings(SETTINGS, max_examples=20)
 def test_what_was_saved_comes_back(
     requests: int, seed: int, largest: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -182,7 +182,7 @@ def test_a_file_cut_at_any_byte_is_refused(tmp_path: Path) -> None:
 
 
 @given(at=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
-@settings(SETTINGS, max_examples=150)
+@settings(SETTINGS, max_examples=100)
 def test_a_changed_byte_is_refused_or_harmless(at: float, byte: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     # No checksum: a changed count goes unnoticed. But nothing else may come out than our error or a whole history.
     path = tmp_path_factory.mktemp("history") / "a.history"

@@ -159,7 +159,7 @@ def like_moe_infinity(matched: float, layer: float, num_layers: float) -> float:
     ],
 )
 @given(trace=traces())
-@settings(SETTINGS, max_examples=30)
+@settings(SETTINGS, max_examples=15)
 def test_a_built_in_written_as_a_score_gives_up_the_same(
     name: str, made: policy.Score, trace: list[tuple[int, list[list[int]]]]
 ) -> None:

@@ -62,7 +62,7 @@ def test_a_pool_beyond_what_is_free_allocates_nothing(monkeypatch: pytest.Monkey
     data=st.data(),
     top_k=st.one_of(st.none(), st.integers(1, 4)),
 )
-@settings(SETTINGS, max_examples=100)
+@settings(SETTINGS, max_examples=60)
 def test_a_number_of_experts_is_met_exactly(experts: list[int], data: st.DataObject, top_k: int | None) -> None:
     kinds = [SMALL, LARGE, SMALL][: len(experts)]
     wanted = data.draw(st.integers(1, sum(experts)))
@@ -81,7 +81,7 @@ def test_a_number_of_experts_is_met_exactly(experts: list[int], data: st.DataObj
 
 
 @given(experts=st.lists(st.integers(1, 40), min_size=1, max_size=3), nbytes=st.integers(1, 20_000))
-@settings(SETTINGS, max_examples=100)
+@settings(SETTINGS, max_examples=60)
 def test_bytes_are_a_bound(experts: list[int], nbytes: int) -> None:
     kinds = [SMALL, LARGE, SMALL][: len(experts)]
     try:

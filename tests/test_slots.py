@@ -368,7 +368,7 @@ class Slots(RuleBasedStateMachine):
             assert (self.core.slot_expert[list(self._slots_of(kind))] >= 0).sum() == room
 
 
-Slots.TestCase.settings = settings(SETTINGS, max_examples=120, stateful_step_count=30)
+Slots.TestCase.settings = settings(SETTINGS, max_examples=70, stateful_step_count=30)
 TestSlots = Slots.TestCase
 
 
