@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -584,51 +585,58 @@ def test_hits_and_victims_of_a_trace(policy: str, data: st.DataObject) -> None:
     kinds = data.draw(st.sampled_from([[0] * len(num_experts), [n % 2 for n in range(len(num_experts))]]))
     room = [data.draw(st.integers(2, 5)) for _ in range(max(kinds) + 1)]
     if policy in FEATURES:
-        core = make_core(num_experts, room, policy="user", score=feature_alone(policy).address, kinds=kinds, history=3)
+        core = make_core(num_experts, room, policy="user", score=feature_alone(policy).address, kinds=kinds)
     else:
-        core = make_core(num_experts, room, policy=policy, kinds=kinds, history=3)
-    history = HistoryReference(num_experts, 3)
+        core = make_core(num_experts, room, policy=policy, kinds=kinds)
+    history = HistoryReference(num_experts, 8)
     estimates = Estimates(history, 2)
     table = SlotTable(history.layout)
     for _ in range(data.draw(st.integers(1, 3))):
-        state, request = core.begin_request(), estimates.begin()
+        pairs = [(core.begin_request(), estimates.begin()) for _ in range(data.draw(st.integers(1, 2)))]
         for n in range(data.draw(st.integers(1, 14))):
-            layer = n % len(num_experts)
-            ids = data.draw(id_rows(num_experts[layer], st.integers(1, 2), st.just(1)))
+            state, request = pairs[n % len(pairs)]
+            layer = n // len(pairs) % len(num_experts)
+            rows, k = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 1)]))
+            ids = data.draw(id_rows(num_experts[layer], st.just(rows), st.just(k)))
             decode = data.draw(st.booleans())
             step = call_route(core, state, layer, ids, decode)
             request.observe(layer, ids, decode)
             estimates.refresh(layer)
             gids = table.touch(layer, ids)
-            missing = [gid for gid in gids if gid not in table.slots]
             candidates = [g for g in range(history.layout.total) if kinds[history.layout.layer_of[g]] == kinds[layer]]
-            vacant = room[kinds[layer]] - sum(g in table.slots for g in candidates)
-            wanted = max(0, len(missing) - vacant)
-            allowed = []
-            for shares in request.ratios() if policy == "moe-infinity" else [None]:
-                score = make_score(policy, table, estimates, layer, request, shares)
-                assume(not table.ambiguous(gids, candidates, score))
-                allowed.append(table.victims(gids, candidates, wanted, score))
-            fetched = step.plan.fetches
-            assert fetched[:, 0].tolist() == missing
-            tenant = {slot: gid for gid, slot in table.slots.items()}
-            victims = [tenant[slot] for slot in fetched[:, 1].tolist() if slot in tenant]
-            assert victims in allowed
-            assert all(slot not in tenant for slot in fetched[: len(missing) - wanted, 1].tolist())
-            for gid, slot, _ in fetched.tolist():
-                table.place(gid, slot)
-            table.demands += len(gids)
-            table.hits += len(gids) - len(missing)
+            scores = [
+                make_score(policy, table, estimates, layer, request, shares)
+                for shares in (request.ratios() if policy == "moe-infinity" else [None])
+            ]
+            assume(not any(table.ambiguous(gids, candidates, score) for score in scores))
+            check_fetches(step, table, gids, candidates, room[kinds[layer]], scores)
             run_step(core, step)
             core.release(step)
             assert {int(g): s for s, g in enumerate(core.slot_expert) if g >= 0} == table.slots
             assert (core.demands, core.hits, core.evictions) == (table.demands, table.hits, table.evictions)
-        keep = data.draw(st.booleans())
-        replaced = core.store.replaced
-        core.end_request(state, keep)
-        assert core.store.replaced == replaced or not keep
-        estimates.end(request, keep, None)
+        for state, request in pairs:
+            keep = data.draw(st.booleans())
+            core.end_request(state, keep)
+            estimates.end(request, keep, None)
     assert core.misses == core.demands - core.hits
+
+
+def check_fetches(
+    step: Any, table: SlotTable, gids: list[int], candidates: list[int], room: int, scores: list[Callable[[int], float]]
+) -> None:
+    """What a step fetches, and in whose place; then the table does the same."""
+    missing = [gid for gid in gids if gid not in table.slots]
+    wanted = max(0, len(missing) - (room - sum(gid in table.slots for gid in candidates)))
+    fetched = step.plan.fetches
+    assert fetched[:, 0].tolist() == missing
+    tenant = {slot: gid for gid, slot in table.slots.items()}
+    victims = [tenant[slot] for slot in fetched[:, 1].tolist() if slot in tenant]
+    assert victims in [table.victims(gids, candidates, wanted, score) for score in scores]
+    assert all(slot not in tenant for slot in fetched[: len(missing) - wanted, 1].tolist())
+    for gid, slot, _ in fetched.tolist():
+        table.place(gid, slot)
+    table.demands += len(gids)
+    table.hits += len(gids) - len(missing)
 
 
 def test_an_expert_loaded_in_a_step_is_not_a_victim_of_the_step() -> None:
