@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from pathlib import Path
 
@@ -105,7 +106,10 @@ def test_no_token_and_repeated_experts(model) -> None:
     hidden, scales = torch.randn(2, 32), torch.rand(2, 2)
     stock = type(module).forward.__wrapped__
     none = model.config.num_local_experts  # the id that stands for no expert
-    for ids in ([[3, 3], [1, 3]], [[3, 3], [3, 3]], [[none, 3], [none, none]], [[none, none], [1, 2]]):
+    cases = [[[3, 3], [1, 3]], [[3, 3], [3, 3]]]
+    if "num_experts + 1" in inspect.getsource(stock):  # transformers from 5.18 on skips that id
+        cases += [[[none, 3], [none, none]], [[none, none], [1, 2]]]
+    for ids in cases:
         resident = type(module)(model.config)
         for name, tensor in model.moecache.bank.layer(0).items():
             setattr(resident, name, torch.nn.Parameter(tensor))

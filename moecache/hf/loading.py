@@ -157,7 +157,11 @@ class PendingExperts:
     ) -> Callable[[], torch.Tensor]:
         dtype = dtypes.get(conversion.renamed)
         if self.quantizer is not None and self.quantizer.pre_quantized:
-            dtype = self.quantizer.get_new_dtype(mapping, torch.empty(0, dtype=self.index.tensors[name].dtype), dtype)
+            stored = torch.empty(0, dtype=self.index.tensors[name].dtype)
+            if hasattr(self.quantizer, "get_new_dtype"):
+                dtype = self.quantizer.get_new_dtype(mapping, stored, dtype)
+            elif not stored.is_floating_point() or stored.element_size() == 1:
+                dtype = None  # before transformers 5.21: packed numbers are left to the converter
         return lambda: self.index.read(name).to(dtype) if dtype is not None else self.index.read(name)
 
 
