@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from moecache.lab import Trace, read_trace, replay
-from moecache.lab.replay import _play, _Quiet, _resolve, slots_of, trained_history
+from moecache.lab.replay import _play, _Quiet, resolve_any, slots_of, trained_history
 from moecache.lab.schedule import schedule, split_requests
 from moecache.policy import score
 
@@ -43,7 +43,7 @@ def synthetic(tokens: int = 500, layers: int = 24, num_experts: int = 32, k: int
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: getattr(p, "__name__", p))
 def test_replay(benchmark: Any, policy: Any, capacities: list[float]) -> None:
     trace = synthetic()
-    plan, base, resolved = schedule(trace), trained_history(trace, []), _resolve(policy)
+    plan, base, resolved = schedule(trace), trained_history(trace, []), resolve_any(policy)
     slots = [slots_of(trace, c) for c in capacities]
     results = benchmark(lambda: _play(trace, plan, resolved, slots, base, _Quiet()))
     assert results[0].demands == 500 * 24 * 4
@@ -67,7 +67,7 @@ def main() -> None:
         for capacities in ([0.1], [0.5], TEN):
             slots = [slots_of(trace, c) for c in capacities]
             begin = time.process_time()
-            _play(trace, plan, _resolve(policy), slots, base, _Quiet())
+            _play(trace, plan, resolve_any(policy), slots, base, _Quiet())
             seconds.append(time.process_time() - begin)
         name = policy if isinstance(policy, str) else policy.__name__
         print(f"{name:<24}{seconds[0]:>10.2f}{seconds[1]:>10.2f}{seconds[2]:>14.2f}")

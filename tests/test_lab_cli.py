@@ -161,7 +161,7 @@ def test_interrupted(
     def stop(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("moecache.lab.replay", stop)
+    monkeypatch.setattr("moecache.lab.command.replay", stop)
     with pytest.raises(SystemExit, match="130"):
         run("replay", trace_path, "--json", tmp_path / "rows.json")
     assert "nothing was written" in capsys.readouterr().err

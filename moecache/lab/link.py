@@ -15,7 +15,7 @@ from .._core import Replay as _Replay
 from ..errors import PolicyError
 from ..history import History
 from ..policy import Resolved, Score
-from .replay import _blocks, _Quiet, _resolve, copy_history, make_core, slots_of, trained_history
+from .replay import _blocks, _Quiet, copy_history, make_core, resolve_any, slots_of, trained_history
 from .schedule import Schedule, schedule, split_requests
 from .trace import Trace
 
@@ -255,7 +255,7 @@ def replay_timed(
         raise PolicyError(
             f"the bytes of an expert of {trace.model} are not known: give expert_nbytes (--expert-bytes 17301504 for example)"
         )
-    resolved = [_resolve(policy) for policy in policies]
+    resolved = [resolve_any(policy) for policy in policies]
     if any(policy.code == "belady-bypass" for policy in resolved):
         raise PolicyError("belady-bypass has no clock: it serves experts from no slot")
     known, played = split_requests(trace, split)

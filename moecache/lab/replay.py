@@ -146,7 +146,7 @@ def replay(
     expert_nbytes : float, optional
         Bytes of an expert, for bytes per token.
     progress : tqdm, optional
-        ``update(n)`` is called with forward passes done; :func:`work` says how many there will be.
+        ``update(n)`` is called with forward passes done.
 
     Returns
     -------
@@ -157,13 +157,13 @@ def replay(
     ------
     PolicyError, CapacityError, TraceFormatError
     """
-    resolved = [_resolve(policy) for policy in policies]
+    resolved = [resolve_any(policy) for policy in policies]
     slots = [slots_of(trace, capacity) for capacity in capacities]
     known, played = split_requests(trace, split)
     plan = schedule(trace, played, concurrency, max_tokens)
     bar = progress or _Quiet()
     base = trained_history(trace, known, history, history_capacity)
-    needed = [*resolved, *(_resolve(name) for name in ("lru", "belady") if name not in {x.name for x in resolved})]
+    needed = [*resolved, *(resolve_any(name) for name in ("lru", "belady") if name not in {x.name for x in resolved})]
     results = {policy.name: _play(trace, plan, policy, slots, base, bar) for policy in needed}
     return [
         replace(
@@ -176,11 +176,10 @@ def replay(
     ]
 
 
-def work(trace: Trace, policies: Sequence[str | Score], split: str | None, max_tokens: int | None = None) -> int:
-    """Forward passes that :func:`replay` will report to its progress bar."""
+def passes_of(trace: Trace, split: str | None, max_tokens: int | None = None) -> int:
+    """Forward passes that are played for each policy."""
     _, played = split_requests(trace, split)
-    names = {policy if isinstance(policy, str) else policy.__name__ for policy in policies}
-    return schedule(trace, played, max_tokens=max_tokens).passes * len(names | {"lru", "belady"})
+    return schedule(trace, played, max_tokens=max_tokens).passes
 
 
 def slots_of(trace: Trace, capacity: int | float) -> int:
@@ -227,7 +226,9 @@ def trained_history(
     if len(requests):
         core = make_core(trace, sum(trace.num_experts), resolve("lru"), base)
         plan = schedule(trace, requests)
-        _Replay([core], *plan.arrays()).run(0, plan.passes)
+        native = _Replay([core], *plan.arrays())
+        for first, end in _blocks(plan.passes):
+            native.run(first, end)
     return base
 
 
@@ -239,7 +240,8 @@ def copy_history(history: History) -> History:
         return History.load(path, capacity=history.capacity)
 
 
-def _resolve(policy: str | Score) -> Resolved:
+def resolve_any(policy: str | Score) -> Resolved:
+    """As :func:`moecache.policy.resolve`, with the policies that know the future."""
     if policy == "belady-bypass":
         return Resolved("belady-bypass", 0, "belady-bypass")
     try:

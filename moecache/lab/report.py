@@ -15,7 +15,7 @@ from .recall import EXPLAINED
 from .schedule import schedule
 
 if TYPE_CHECKING:
-    from ..cli import Outcome
+    from .command import Outcome
     from .link import TimedResult
     from .replay import Result
 

@@ -1,0 +1,332 @@
+"""The commands of ``moecache``; they need the extra ``cli``."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import HistoryFormatError, PolicyError
+from ..history import History, write_atomically
+from ..policy import Score, score
+from .link import PROFILES, TimedResult, expert_nbytes_of, profile_from, replay_timed
+from .recall import RecallResult, recall
+from .replay import Result, passes_of, replay, resolve_any
+from .trace import Counts, Trace, check_same_model, merge, read_tensors, read_trace
+
+__all__ = ["Outcome", "application"]
+
+_POLICIES = "lru,lfu,moe-infinity,counts,expected-next-use,belady"
+
+application = typer.Typer(
+    help="Replay routing traces, look at them, convert and merge them.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+traces = typer.Typer(help="Look at routing traces, convert and merge them.", no_args_is_help=True)
+application.add_typer(traces, name="trace")
+
+
+@application.command("replay")
+def replay_command(
+    paths: list[Path] = typer.Argument(..., metavar="TRACE...", help="Traces: .safetensors, .jsonl or .csv."),  # noqa: B008
+    capacity: str = typer.Option("0.1,0.2,0.3,0.5", help="Experts, or fractions of all, separated by commas."),
+    policy: list[str] = typer.Option([_POLICIES], help="Names separated by commas, or FILE.py:NAME for a score."),  # noqa: B008
+    split: str = typer.Option(None, help="7/10: requests with number % 10 < 7 are history, the others are played."),
+    history: Path = typer.Option(None, help="What is known before: a history, or a file of activation counts."),  # noqa: B008
+    history_capacity: int = typer.Option(1000, min=1, help="Requests kept in the history."),
+    link: list[str] = typer.Option([], help="Add a clock: a profile, or BYTES_PER_S,LATENCY_S."),  # noqa: B008
+    profile: list[str] = typer.Option([], help="The same as --link."),  # noqa: B008
+    prefetch: bool = typer.Option(True, help="Whether a replay with a clock may fetch ahead."),
+    expert_bytes: int = typer.Option(None, min=1, help="Bytes of an expert, where the trace's model is not known."),
+    concurrency: int = typer.Option(None, min=1, help="Requests that take turns, one forward pass each."),
+    max_tokens: int = typer.Option(None, min=1, help="End after the first request that passes this many tokens."),
+    recall: bool = typer.Option(False, help="Measure what the predictors know of coming layers, instead of policies."),
+    num_experts: int = typer.Option(None, min=1, help="Experts of a layer, for text traces."),
+    json_path: Path = typer.Option(None, "--json", help="Write the rows as JSON."),  # noqa: B008
+    report: Path = typer.Option(None, help="Write a page with pictures (extra plot)."),  # noqa: B008
+) -> None:
+    """Play traces through policies, deciding as the runtime does."""
+    job = _Job(
+        capacities=_capacities(capacity),
+        policies=_policies(policy),
+        links=[name for text in (*link, *profile) for name in _link_names(text)],
+        prefetch=prefetch,
+        expert_nbytes=expert_bytes,
+        concurrency=concurrency,
+        hits=not recall or report is not None,
+        recall=recall,
+        options={"split": split, "history_capacity": history_capacity, "max_tokens": max_tokens},
+    )
+    try:
+        outcomes = [_replay_one(path, num_experts, history, job) for path in paths]
+        _write(outcomes, job, json_path, report)
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        sys.exit(130)
+
+
+@traces.command("info")
+def info_command(
+    path: Path, num_experts: int = typer.Option(None, min=1, help="Experts of a layer, for text traces.")
+) -> None:
+    """Say what a trace holds."""
+    for name, value in _describe(read_trace(path, num_experts)):
+        print(f"{name:<18} {value}")
+
+
+@traces.command("convert")
+def convert_command(
+    source: Path,
+    target: Path,
+    num_experts: int = typer.Option(None, min=1, help="Experts of a layer, for text traces."),
+    model: str = typer.Option(None, help="The model's name, for the metadata."),
+) -> None:
+    """Write a trace in the format of another file ending."""
+    trace = read_trace(source, num_experts)
+    if model is not None:
+        trace = replace(trace, metadata={**trace.metadata, "model": model})
+    trace.save(target)
+
+
+@traces.command("merge")
+def merge_command(
+    sources: list[Path] = typer.Argument(..., metavar="TRACE..."),  # noqa: B008
+    output: Path = typer.Option(..., "--output", "-o", help="Where to write."),  # noqa: B008
+) -> None:
+    """Put traces of one model one after another."""
+    merge([read_trace(path) for path in sources], output.stem).save(output)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a replay shall do with each trace."""
+
+    capacities: list[int | float]
+    policies: list[str | Score]
+    links: list[str]
+    prefetch: bool
+    expert_nbytes: int | None
+    concurrency: int | None
+    hits: bool
+    recall: bool
+    options: dict[str, Any]
+
+    @property
+    def clocked(self) -> list[str | Score]:
+        return [policy for policy in self.policies if policy != "belady-bypass"]
+
+    def passes(self, trace: Trace) -> int:
+        """Forward passes that all of it will play."""
+        names = {policy if isinstance(policy, str) else policy.__name__ for policy in self.policies}
+        rounds = (
+            self.hits * len(names | {"lru", "belady"})
+            + self.recall
+            + len(self.links) * len(self.clocked) * len(self.capacities)
+        )
+        return rounds * passes_of(trace, self.options["split"], self.options["max_tokens"])
+
+
+class Outcome:
+    """What came out for one trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.results: list[Result] = []
+        self.timed: list[TimedResult] = []
+        self.recalled: list[RecallResult] = []
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each policy and capacity, with its clocked results under ``links``."""
+        rows = [result.row() for result in self.results]
+        for row in rows:
+            row["links"] = [
+                t.row()
+                for t in self.timed
+                if (t.policy, t.capacity_experts) == (row["policy"], row["capacity_experts"])
+            ]
+        return rows
+
+
+def _replay_one(path: Path, num_experts: int | None, history_path: Path | None, job: _Job) -> Outcome:
+    trace = read_trace(path, num_experts)
+    history = None if history_path is None else _history(history_path, trace)
+    outcome = Outcome(trace)
+    nbytes = job.expert_nbytes or expert_nbytes_of(trace)
+    with _progress(trace.name, job.passes(trace)) as bar:
+        options = {**job.options, "history": history, "progress": bar}
+        turns = {**options, "concurrency": job.concurrency, "expert_nbytes": nbytes}
+        if job.hits:
+            outcome.results = replay(trace, job.policies, job.capacities, **turns)
+            for text in job.links:
+                outcome.timed += replay_timed(
+                    trace, job.clocked, job.capacities, profile_from(text), prefetch=job.prefetch, **turns
+                )
+        if job.recall:
+            outcome.recalled = recall(trace, **options)
+    return outcome
+
+
+@contextlib.contextmanager
+def _progress(name: str, passes: int) -> Iterator[Any]:
+    from tqdm import tqdm
+
+    with tqdm(total=passes, desc=name, unit="pass", disable=None, leave=False, delay=1.0) as bar:
+        yield bar
+
+
+def _write(outcomes: list[Outcome], job: _Job, json_path: Path | None, report: Path | None) -> None:
+    # Everything is computed before the first byte is written.
+    recalled = not job.hits
+    if json_path is not None:
+        rows = [row for o in outcomes for row in ([r.row() for r in o.recalled] if recalled else o.rows())]
+        write_atomically(json_path, json.dumps(rows, indent=1).encode())
+    if report is not None:
+        from .report import page
+
+        write_atomically(report, page(outcomes).encode())
+    for outcome in outcomes:
+        _print(outcome, recalled)
+
+
+def _print(outcome: Outcome, recalled: bool) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=160)
+    if recalled:
+        console.print(_recall_table(outcome))
+        return
+    results = outcome.results
+    title = f"{outcome.trace.name}: hits in %, {results[0].tokens:,} tokens of {len(results[0].request_hits)} requests"
+    console.print(_capacity_table(results, title, lambda r: f"{100 * r.hit_rate:.1f}"))
+    gaps = "share of the way from LRU to Belady, in %"
+    console.print(
+        _capacity_table(results, gaps, lambda r: "-" if r.gap_closed is None else f"{100 * r.gap_closed:.0f}")
+    )
+    for link in dict.fromkeys(t.link for t in outcome.timed):
+        console.print(_link_table(outcome, link))
+
+
+def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Any:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    for name in left:
+        table.add_column(name, no_wrap=True)
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _capacity_table(results: Sequence[Result], title: str, value: Callable[[Result], str]) -> Any:
+    capacities = {r.capacity_experts: f"{r.capacity_experts:,}\n{r.fraction:.0%}" for r in results}
+    table = _table(title, ["policy"], list(capacities.values()))
+    for policy in dict.fromkeys(r.policy for r in results):
+        table.add_row(policy, *(value(r) for r in results if r.policy == policy))
+    return table
+
+
+def _link_table(outcome: Outcome, link: str) -> Any:
+    head = ["experts", "hit %", "tokens/s", "waiting %", "idle link %", "MB/token", "useful", "late", "wasted"]
+    table = _table(f"{outcome.trace.name} on {link}", ["policy"], head)
+    for t in outcome.timed:
+        if t.link == link:
+            table.add_row(
+                t.policy,
+                f"{t.capacity_experts:,}",
+                f"{100 * t.hit_rate:.1f}",
+                f"{t.tokens_per_s:.1f}",
+                f"{100 * t.stall_s / t.seconds:.0f}",
+                f"{100 * t.link_idle:.0f}",
+                f"{(t.bytes_demand + t.bytes_prefetch) / t.tokens / 1e6:.1f}",
+                f"{t.prefetch_useful:,}",
+                f"{t.prefetch_late:,}",
+                f"{t.prefetch_wasted:,}",
+            )
+    return table
+
+
+def _recall_table(outcome: Outcome) -> Any:
+    title = f"{outcome.trace.name}: recall of the experts used, in %"
+    table = _table(title, ["target", "predictor"], ["@k", "@1.5k", "@2k", "calibration error"])
+    for r in outcome.recalled:
+        table.add_row(
+            r.row()["target"], r.predictor, *(f"{100 * x:.1f}" for x in r.recall), f"{r.calibration_error:.3f}"
+        )
+    return table
+
+
+def _describe(trace: Trace) -> Iterator[tuple[str, str]]:
+    sizes = sorted(set(trace.num_experts))
+    tokens = np.bincount(trace.request)
+    yield "model", trace.model
+    yield "layers", f"{trace.layers}"
+    yield "experts per layer", f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    yield "top-k", f"{trace.top_k}"
+    yield "tokens", f"{trace.tokens:,} ({int((trace.decode == 0).sum()):,} of prompts)"
+    yield "requests", f"{trace.requests:,} of {tokens.min():,} to {tokens.max():,} tokens"
+    yield "forward passes", "each token its own" if trace.forward is None else f"{len(np.unique(trace.forward)):,}"
+    for name, value in sorted(trace.metadata.items()):
+        if name not in ("model", "num_layers", "num_experts", "top_k", "groups"):
+            yield name, value
+
+
+def _history(path: Path, trace: Trace) -> History:
+    # A history of its own format, or activation counts; either must be of the trace's model.
+    metadata, tensors = read_tensors(path)
+    history = Counts.read(path).history() if "counts" in tensors else History.load(path)
+    try:
+        check_same_model(trace, history.fingerprint, metadata.get("model", "a history"), str(path))
+    except ValueError as error:
+        raise HistoryFormatError(str(error)) from error
+    return history
+
+
+def _capacities(text: str) -> list[int | float]:
+    try:
+        return [float(part) if "." in part else int(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r}: expected experts or fractions separated by commas, such as 0.1,0.25 or 64"
+        ) from None
+
+
+def _policies(texts: Sequence[str]) -> list[str | Score]:
+    found: list[str | Score] = []
+    for part in (part.strip() for text in texts for part in text.split(",")):
+        found.append(_score(part) if ".py:" in part else part)
+        resolve_any(found[-1])
+    return found
+
+
+def _score(text: str) -> Score:
+    # FILE.py:NAME, a function made with moecache.policy.score, or a plain one.
+    path, _, name = text.rpartition(":")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise FileNotFoundError(f"no policy file {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise PolicyError(f"{path} has no function {name!r}")
+    return found if isinstance(found, Score) else score(found)
+
+
+def _link_names(text: str) -> list[str]:
+    # Commas separate profiles, except in RATE,LATENCY.
+    names = text.split(",")
+    if not all(name in PROFILES for name in names):
+        profile_from(text)
+        return [text]
+    return names
