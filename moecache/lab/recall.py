@@ -25,12 +25,12 @@ DISTANCES = (0, 1, 2, 4, 8)
 EXPLAINED = {
     "matched": "share of the layer in the best matching past request",
     "transitions": "transition counts from the experts just routed, one layer after another",
-    "fast": "frequency in this request, decayed by 0.2 a token",
-    "slow": "frequency in this request, decayed by 0.02 a token",
+    "fast": "frequency in this request over the last few tokens",
+    "slow": "frequency in this request over some fifty tokens",
     "request": "frequency in this request",
     "prior": "frequency over all stored requests",
-    "chance": "all of them as eviction combines them",
-    "forecast": "all of them as prefetching combines them, for the coming layer",
+    "chance": "fast, slow and prior as eviction combines them",
+    "forecast": "what prefetching goes by, for the coming layer",
 }
 
 
@@ -68,7 +68,7 @@ class RecallResult:
             "trace": self.trace,
             "predictor": self.predictor,
             "distance": self.distance,
-            "target": "next token" if self.distance == 0 else f"{self.distance} layers ahead",
+            "target": _target(self.distance),
             "used": self.used,
             "recall@k": at_k,
             "recall@1.5k": at_wider,
@@ -76,6 +76,12 @@ class RecallResult:
             "calibration_error": self.calibration_error,
             "reliability": self.reliability,
         }
+
+
+def _target(distance: int) -> str:
+    if distance == 0:
+        return "next token"
+    return f"{distance} layer{'s' if distance > 1 else ''} ahead"
 
 
 def recall(

@@ -29,12 +29,13 @@ h3 { margin: 2rem 0 .4rem; } p { max-width: 46rem; } img { max-width: 100%; heig
 table { border-collapse: collapse; margin: .6rem 0 1.2rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #e4e9ed; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } thead th { border-bottom: 2px solid #9aa5ae; } .wide { overflow-x: auto; }
-.note { color: #55606a; font-size: .92rem; } nav a { margin-right: 1rem; }
+.note { color: #55606a; font-size: .92rem; } nav a { margin-right: 1rem; } summary { cursor: pointer; }
 """
 
 # Colours that stay apart for most kinds of colour blindness; a policy keeps its own on every picture.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c564b")
 _MARKERS = "osD^vPX*"
+_RECALL_HEAD = ("target", "predictor", "@k", "@1.5k", "@2k", "calibration error")
 
 
 def page(outcomes: Sequence[Outcome]) -> str:
@@ -94,7 +95,7 @@ def _section(number: int, outcome: Outcome) -> str:
             "Share of demands whose expert was used within so many other experts",
         ),
         '<p class="note">How many other experts were used between two uses of the same one: read at a capacity, the share that LRU '
-        "could hit if experts came one by one.</p>",
+        "could hit if experts came one by one. Dotted: the capacities played.</p>",
         *_links(outcome.timed, colours),
         *_recalls(outcome),
     ]
@@ -254,6 +255,7 @@ def _links(timed: Sequence[TimedResult], colours: dict[str, int]) -> list[str]:
         capacities = list(dict.fromkeys(t.capacity_experts for t in mine))
         chosen = capacities[len(capacities) // 2]
         profile = PROFILES.get(link)
+        fraction = {t.capacity_experts: t.fraction for t in mine}
         head = [
             "policy",
             "capacity",
@@ -269,9 +271,10 @@ def _links(timed: Sequence[TimedResult], colours: dict[str, int]) -> list[str]:
         parts += [
             f"<h3>On {html.escape(link)}</h3>",
             f'<p class="note">{html.escape(profile.source)}.</p>' if profile else "",
-            _table(head, (_timed_row(t) for t in mine)),
+            _table(["tokens/s\nat capacity", *(f"{n:,}\n{fraction[n]:.0%}" for n in capacities)], _rates(mine)),
+            f"<details><summary>All figures</summary>{_table(head, (_timed_row(t) for t in mine))}",
             '<p class="note">Useful, late and wasted are prefetches: landed before its layer asked, asked for while still on its way, and '
-            "not asked for.</p>",
+            "not asked for.</p></details>",
             _picture(
                 _draw_time,
                 (8.5, 1.4 + 0.36 * len(colours)),
@@ -281,6 +284,11 @@ def _links(timed: Sequence[TimedResult], colours: dict[str, int]) -> list[str]:
             f'<p class="note">The time of a token at {chosen:,} experts.</p>',
         ]
     return parts
+
+
+def _rates(timed: Sequence[TimedResult]) -> Iterable[list[str]]:
+    for policy in dict.fromkeys(t.policy for t in timed):
+        yield [policy, *(f"{t.tokens_per_s:,.1f}" for t in timed if t.policy == policy)]
 
 
 def _timed_row(t: TimedResult) -> list[str]:
@@ -313,6 +321,10 @@ def _draw_time(figure: Any, timed: Sequence[TimedResult]) -> None:
 def _recalls(outcome: Outcome) -> list[str]:
     if not outcome.recalled:
         return []
+    targets = {r.distance: r.row()["target"].replace(" ahead", "\nahead") for r in outcome.recalled}
+    found = {(r.predictor, r.distance): f"{100 * r.recall[0]:.0f} ({100 * r.recall[2]:.0f})" for r in outcome.recalled}
+    names = dict.fromkeys(r.predictor for r in outcome.recalled)
+    short = [[name, *(found.get((name, d), "-") for d in targets)] for name in names]
     rows = [
         [r.row()["target"], r.predictor, *(f"{100 * x:.1f}" for x in r.recall), f"{r.calibration_error:.3f}"]
         for r in outcome.recalled
@@ -320,11 +332,12 @@ def _recalls(outcome: Outcome) -> list[str]:
     legend = "; ".join(f"{name}: {text}" for name, text in EXPLAINED.items())
     return [
         "<h3>What is known of coming layers</h3>",
-        _picture(_draw_reliability, (5.6, 4.2), outcome, "Share of experts used against the chance stated"),
-        '<p class="note">For the same layer of the next token. On the diagonal a stated chance comes true as often as it says.</p>',
-        "<p>Recall, in %: how many of the experts used are among the k, 1.5 k and 2 k likeliest.</p>",
-        _table(["target", "predictor", "@k", "@1.5k", "@2k", "calibration error"], rows),
+        "<p>Recall, in %: how many of the experts used are among the k (in brackets 2 k) likeliest.</p>",
+        _table(["", *targets.values()], short),
         f'<p class="note">{html.escape(legend)}.</p>',
+        f"<details><summary>All figures</summary>{_table(_RECALL_HEAD, rows)}</details>",
+        _picture(_draw_reliability, (7.0, 4.2), outcome, "Share of experts used against the chance stated"),
+        '<p class="note">For the same layer of the next token. On the diagonal a stated chance comes true as often as it says.</p>',
     ]
 
 
@@ -342,4 +355,4 @@ def _draw_reliability(figure: Any, outcome: Outcome) -> None:
                 marker=_MARKERS[i % 8],
                 markersize=3,
             )
-    axes.legend(frameon=False, fontsize=9)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
