@@ -117,7 +117,8 @@ cdef class Replay:
         for c in range(len(self.cores)):
             core = self.cores[c]
             if c:
-                core.current, core.clock, core.steps, core.routed_tokens = request, self.leader.clock, self.leader.steps, self.leader.routed_tokens
+                core.current, core.clock = request, self.leader.clock
+                core.steps, core.routed_tokens = self.leader.steps, self.leader.routed_tokens
                 rewind(step)
             core._admit(step, request)
             core._serve(step)
@@ -443,7 +444,8 @@ cdef class Recall:
     cdef void _propagate(self, Core core, int32_t layer) noexcept:
         # Chances at the layer after this one, along the stored transitions; a rare one is pulled to the global share.
         cdef HistoryStore store = core.store
-        cdef int32_t e, following, begin = store.layer_offset[layer], count = store.experts[layer + 1], after = store.layer_offset[layer + 1]
+        cdef int32_t e, following, begin = store.layer_offset[layer]
+        cdef int32_t count = store.experts[layer + 1], after = store.layer_offset[layer + 1]
         cdef float scale, total = 0
         cdef uint32_t *row
         self.spare[:] = 0
