@@ -85,6 +85,28 @@ def test_cut_at_any_byte(tmp_path: Path) -> None:
             read_trace(cut)
 
 
+def test_json_lines_cut_at_any_byte(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.jsonl"
+    made().save(whole)
+    data = whole.read_bytes()
+    cut = tmp_path / "cut.jsonl"
+    for n in range(len(data) - 1):
+        cut.write_bytes(data[:n])
+        with pytest.raises(TraceFormatError):
+            read_trace(cut)
+
+
+def test_csv_cut_within_a_token(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.csv"
+    made().save(whole)
+    lines = whole.read_text().splitlines(keepends=True)
+    cut = tmp_path / "cut.csv"
+    for text in ("".join(lines[:-1]), "".join(lines)[:-2], "".join(lines)[:-4]):
+        cut.write_text(text)
+        with pytest.raises(TraceFormatError):
+            read_trace(cut)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

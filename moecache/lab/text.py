@@ -31,7 +31,8 @@ class _Line(NamedTuple):
 
 def parse_trace(path: Path, num_experts: int | None = None) -> Trace:
     """Read JSON lines (``{"layer": 0, "token": 0, "experts": [3, 17], "request": 0}``) or CSV (``layer,token,experts,request`` with the
-    experts separated by spaces). ``request`` and ``decode`` may be left out. A first JSON line without ``layer`` is metadata.
+    experts separated by spaces). Every token has a line for every layer; ``request`` and ``decode`` may be left out. A first JSON line
+    without ``layer`` is metadata.
 
     Raises
     ------
@@ -129,6 +130,14 @@ def _assemble(path: Path, lines: list[_Line], metadata: dict[str, str], num_expe
         experts[row, line.layer, : len(line.experts)] = line.experts
         decode[row] = line.decode
     per_layer = _stated(path, metadata, layers) or (num_experts or int(experts.max()) + 1,) * layers
+    if not filled.all():
+        row, layer = (int(i) for i in np.argwhere(~filled)[0])
+        request, token = list(rows)[row]
+        raise TraceFormatError(
+            f"{path}: token {token} of request {request} lacks layer {layer}; the file is cut short, or lines are missing"
+        )
+    if metadata.get("tokens", str(len(rows))) != str(len(rows)):
+        raise TraceFormatError(f"{path}: its first line promises {metadata['tokens']} tokens, {len(rows)} are there")
     numbers = {request: i for i, request in enumerate(dict.fromkeys(request for request, _ in rows))}
     return Trace(
         name=path.stem,
@@ -136,7 +145,7 @@ def _assemble(path: Path, lines: list[_Line], metadata: dict[str, str], num_expe
         request=np.array([numbers[request] for request, _ in rows], np.int32),
         decode=decode,
         num_experts=per_layer,
-        metadata={"model": path.stem, **metadata},
+        metadata={"model": path.stem, **{key: value for key, value in metadata.items() if key != "tokens"}},
     )
 
 

@@ -241,6 +241,8 @@ def _check(trace: Trace) -> None:
     experts, where = trace.experts, trace.name
     if trace.tokens == 0 or trace.layers == 0 or trace.top_k == 0:
         raise TraceFormatError(f"{where}: a trace of {experts.shape} (tokens, layers, k) holds nothing to replay")
+    if len(trace.num_experts) != trace.layers or min(trace.num_experts) < 1:
+        raise TraceFormatError(f"{where}: {trace.layers} layers, but num_experts is {list(trace.num_experts)}")
     low, high = experts.min(axis=(0, 2)), experts.max(axis=(0, 2))
     for layer, n in enumerate(trace.num_experts):
         if low[layer] < -1 or high[layer] >= n:
