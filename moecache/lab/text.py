@@ -173,9 +173,8 @@ def format_trace(trace: Trace, suffix: str) -> str:
         )
     out = io.StringIO()
     if suffix == ".jsonl":
-        out.write(
-            json.dumps({"model": trace.model, "num_experts": list(trace.num_experts), "top_k": trace.top_k}) + "\n"
-        )
+        shape = {"num_experts": list(trace.num_experts), "top_k": trace.top_k, "tokens": trace.tokens}
+        out.write(json.dumps({"model": trace.model, **shape}) + "\n")
     else:
         out.write(",".join(_FIELDS) + "\n")
     first = np.searchsorted(trace.request, np.arange(trace.requests))
