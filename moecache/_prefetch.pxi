@@ -7,7 +7,8 @@ cdef enum:
 # tokens later.
 cdef float CHANCE_WANTED = 0.45
 cdef float MARGIN_TOKENS = 1.0
-# Share of prefetches that must prove useful, measured over about the last 64; below it only one step in 16 still tries.
+# Share of prefetches that must prove useful, measured over about the last 64; below it only one step in 16 still tries,
+# picked by a hash (Knuth's multiplicative one) so that it is not always the same layer's.
 cdef float USEFUL_FLOOR = 0.3
 cdef double USEFUL_DECAY = 1.0 / 64
 
@@ -145,7 +146,7 @@ cdef class Prefetcher:
             return
         if not core.num_layers * step.k <= core.num_slots < core.num_gids:
             return
-        if self.useful_share < USEFUL_FLOOR and core.steps % 16:
+        if self.useful_share < USEFUL_FLOOR and <uint32_t> (core.steps * 2654435761) >> 28:
             return
         self._forecast(core, request, step, target)
         n = self._pick(core, target, budget, picked)
