@@ -47,7 +47,7 @@ def overlap(frequencies: torch.Tensor, top_k: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=MODEL_DIR)
-    parser.add_argument("--windows", type=int, default=32, help="requests per kind, 512 bytes each")
+    parser.add_argument("--windows", type=int, default=24, help="requests per kind, 512 bytes each")
     parser.add_argument("--samples", action="store_true")
     args = parser.parse_args()
 

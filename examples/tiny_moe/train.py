@@ -4,7 +4,8 @@
     python examples/tiny_moe/evaluate.py         # held-out loss and routing facts of what it wrote
 
 Nothing is downloaded. Two runs with one seed on one machine read the same files in the same order
-and draw the same windows; another machine carries other text and so gives another model.
+and draw the same windows; another machine carries other text and so gives another model. README.md
+has the commands that made the committed one.
 """
 
 import argparse
@@ -153,8 +154,7 @@ def sorted_experts_forward(
 ) -> torch.Tensor:
     """Dropless experts for a CPU: sort the (token, expert) pairs by expert, one matmul per expert.
 
-    The stock implementations are built for a GPU or for few tokens and take several times as long
-    for a training step here.
+    The stock implementations are built for a GPU or for few tokens.
     """
     (T, K), H = top_k_index.shape, hidden_states.shape[-1]
     expert_of_pair = top_k_index.flatten()
@@ -236,7 +236,8 @@ def train(rank: int, args: argparse.Namespace, kinds: dict[str, dict[str, np.nda
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=args.workers)
     torch.manual_seed(args.seed)
-    model = new_model()
+    model = Qwen3MoeForCausalLM.from_pretrained(args.init, dtype=torch.float32) if args.init else new_model()
+    model.train()
     model.set_experts_implementation("sorted")
     config = model.config
     if rank == 0:
@@ -249,12 +250,11 @@ def train(rank: int, args: argparse.Namespace, kinds: dict[str, dict[str, np.nda
     norms = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
-    warmup = 100
 
     def lr_at(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, args.steps - warmup)))
+        if step < args.warmup:
+            return (step + 1) / args.warmup
+        return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - args.warmup) / max(1, args.steps - args.warmup)))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_at)
     started, bar = time.time(), tqdm(range(args.steps), unit="step", mininterval=5, disable=rank > 0)
@@ -283,6 +283,8 @@ def train(rank: int, args: argparse.Namespace, kinds: dict[str, dict[str, np.nda
             )
         if rank == 0 and args.interim and (step + 1 == 50 or (step + 1) % 200 == 0):
             save(model, args.interim)
+        if step + 1 == args.stop:
+            break
     if rank == 0:
         print(f"last loss {loss.item():.4f}, {time.time() - started:.0f} s")
         save(model, args.out)
@@ -295,6 +297,9 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=MODEL_DIR)
     parser.add_argument("--interim", type=Path, help="also write the checkpoint here as training goes on")
     parser.add_argument("--steps", type=int, default=1400)
+    parser.add_argument("--warmup", type=int, default=100, help="steps over which the learning rate rises")
+    parser.add_argument("--stop", type=int, help="end after this many of the steps, the learning rate still high")
+    parser.add_argument("--init", type=Path, help="go on from this checkpoint's weights (take another --seed)")
     parser.add_argument("--rows", type=int, default=4, help="windows of 512 bytes per step and worker")
     parser.add_argument("--workers", type=int, default=2, help="processes; their number is part of the recipe")
     parser.add_argument("--lr", type=float, default=2e-3)
