@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,24 @@ def test_nothing_beats_belady(trace: Trace, spare: int) -> None:
     assert best <= results["belady-bypass"].hits
     whole = replay(trace, REPLAY_NAMES, [1.0])
     assert {r.hits for r in whole} == {whole[0].demands - whole[0].misses_cold}
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), spare=st.integers(0, 4))
+def test_nothing_beats_belady_with_prompts_in_one_pass(seed: int, spare: int) -> None:
+    random = np.random.default_rng(seed)
+    sizes = random.integers(1, 4, 10)
+    experts = np.array([[random.permutation(8)[:2] for _ in range(2)] for _ in range(sizes.sum())])
+    trace = made(experts, 8)
+    trace = replace(
+        trace,
+        forward=np.repeat(np.arange(10), sizes).astype(np.int32),
+        decode=np.repeat(sizes == 1, sizes).astype(np.uint8),
+    )
+    slots = int(step_demands(schedule(trace)).max()) + spare
+    results = {r.policy: r.hits for r in replay(trace, REPLAY_NAMES, [slots])}
+    assert max(hits for name, hits in results.items() if name != "belady-bypass") == results["belady"]
+    assert results["belady-bypass"] >= results["belady"]
 
 
 @settings(max_examples=25, deadline=None)
