@@ -213,7 +213,7 @@ def _print(outcome: Outcome, recalled: bool) -> None:
     console.print(_capacity_table(results, title, lambda r: f"{100 * r.hit_rate:.1f}"))
     gaps = "share of the way from LRU to Belady, in %"
     console.print(
-        _capacity_table(results, gaps, lambda r: "-" if r.gap_closed is None else f"{100 * r.gap_closed:.0f}")
+        _capacity_table(results, gaps, lambda r: "-" if r.gap_closed is None else f"{round(100 * r.gap_closed)}")
     )
     for link in dict.fromkeys(t.link for t in outcome.timed):
         console.print(_link_table(outcome, link))
