@@ -31,8 +31,11 @@ cdef extern from *:
 # replay behind them).
 cdef double FAST = 0.45, SLOW = 0.02
 cdef float WEIGHT_FAST = 0.3, WEIGHT_SLOW = 0.6, WEIGHT_PRIOR = 0.1, CHANCE_FLOOR = 1e-4
-# Pseudo-observations that pull a rarely seen layer transition towards the expert's own frequency.
+# Pseudo-observations that pull a rarely seen transition towards the expert's own frequency.
 cdef float TRANSITION_PRIOR = 8.0
+# Ids of one decode step that are remembered until the layer's next one.
+cdef enum:
+    MAX_SUCCESSION = 128
 cdef double FAR = 1e300
 
 cdef enum:
@@ -221,7 +224,8 @@ cdef class Core:
             rows = request.rows
             for gid in range(begin, end):
                 p = WEIGHT_FAST * request.fast[gid] + WEIGHT_SLOW * request.slow[gid] + WEIGHT_PRIOR * self.prior[gid]
-                p = min(p + CHANCE_FLOOR, <float> 1.0)
+                p = min(p + CHANCE_FLOOR, <float> 0.9999)
+                p = p * request.surge[gid] / (1 - p + p * request.surge[gid])
                 self.chance[gid - begin] = p
             if rows > 1:
                 for gid in range(begin, end):

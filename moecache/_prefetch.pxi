@@ -7,6 +7,8 @@ cdef enum:
 # tokens later.
 cdef float CHANCE_WANTED = 0.45
 cdef float MARGIN_TOKENS = 1.0
+# Exponent of the joint evidence of k experts, times sqrt(k): between counting it once (1 / k) and k times (1).
+cdef double TEMPER = 1.25
 # Share of prefetches that must prove useful, measured over about the last 64; below it only one step in 16 still tries,
 # picked by a hash (Knuth's multiplicative one) so that it is not always the same layer's.
 cdef float USEFUL_FLOOR = 0.3
@@ -23,11 +25,12 @@ cdef class Prefetcher:
     cdef int64_t issued, useful, late, wasted, dropped
     cdef double useful_share
     cdef float[::1] chance
+    cdef double[::1] lift
 
     def __cinit__(self, int32_t num_slots, int32_t top_k, bint enabled):
         self.enabled, self.top_k = enabled, top_k
         self.useful_share = 1.0
-        self.chance = np.zeros(1, np.float32)
+        self.chance, self.lift = np.zeros(1, np.float32), np.zeros(1)
 
     cdef void _remove(self, int32_t slot) noexcept nogil:
         cdef int i
@@ -91,16 +94,19 @@ cdef class Prefetcher:
         self.num_ahead = n
 
     cdef void _forecast(self, Core core, RequestState request, Step step, int32_t target) noexcept:
-        # Chance that each expert of the layer after this one is used: mean of the transitions from the experts just
-        # routed, or the
-        # matched request's share for the published policy.
+        # Chance that each expert of the layer after this one is used. The odds of its own chance are multiplied by how
+        # much more often than usual it followed each expert just routed; that product counts the same evidence several
+        # times, as experts of one token go together, and is tempered (docs/policies.md has the calibration). The mean of
+        # the transitions is a lower bound, for what follows surely although it is rare.
         cdef HistoryStore store = core.store
-        cdef int32_t e, begin = store.layer_offset[target], count = store.experts[target], gid
+        cdef int32_t e, source = store.layer_offset[step.layer], begin = store.layer_offset[target]
+        cdef int32_t count = store.experts[target], expert
         cdef int i
-        cdef float scale
-        cdef uint32_t *row
-        if self.chance.shape[0] < count:
-            self.chance = np.zeros(count, np.float32)
+        cdef double scale, odds
+        cdef const uint32_t *table = &store.transition_view[store.transition_offset[step.layer]]
+        cdef const uint32_t *row
+        if self.lift.shape[0] < count:
+            self.chance, self.lift = np.zeros(count, np.float32), np.zeros(count)
         if core.policy == MOE_INFINITY:
             for e in range(count):
                 self.chance[e] = min(request.ratio(begin + e, target) * step.k, <float> 1.0)
@@ -108,13 +114,16 @@ cdef class Prefetcher:
         for e in range(count):
             self.chance[e] = 0
         for i in range(step.unique):
-            gid = store.layer_offset[step.layer] + step.experts[i]
-            row = &store.transition_view[store.transition_offset[step.layer] + <int64_t> step.experts[i] * count]
-            scale = 1 / (store.origin_view[gid] + TRANSITION_PRIOR)
+            expert = step.experts[i]
+            row = &table[<int64_t> expert * count]
+            scale = 1 / (store.origin_view[source + expert] + TRANSITION_PRIOR) / step.unique
             for e in range(count):
                 self.chance[e] += scale * (row[e] + TRANSITION_PRIOR * core.use[begin + e])
+        lift(&self.lift[0], table, &store.origin_view[source], &store.origin_view[begin], count, step.experts, step.unique,
+             step.k)
         for e in range(count):
-            self.chance[e] /= step.unique
+            odds = core.use[begin + e] / (1.0001 - core.use[begin + e]) * pow(self.lift[e], TEMPER / sqrt(step.unique))
+            self.chance[e] = max(self.chance[e], odds / (1 + odds))
 
     cdef int _pick(self, Core core, int32_t target, int budget, int32_t *picked) noexcept nogil:
         # Experts of the target that are not resident and likely enough, the likeliest first.

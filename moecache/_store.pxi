@@ -25,15 +25,15 @@ cdef class HistoryStore:
 
     cdef readonly int32_t num_layers, num_gids, capacity, size
     cdef readonly int64_t finished, replaced, tokens
-    cdef readonly object prompt_counts, decode_counts, total, transitions, origins, num_experts
+    cdef readonly object prompt_counts, decode_counts, total, transitions, origins, successions, followed, num_experts
     cdef Py_ssize_t stride
     cdef int32_t[::1] experts, layer_offset
     cdef uint8_t[::1] columns
     cdef float[::1] inverse_norm
     cdef float[:, ::1] row_inverse
     cdef uint16_t[:, ::1] prompt, decode
-    cdef int64_t[::1] total_view, transition_offset
-    cdef uint32_t[::1] transition_view, origin_view
+    cdef int64_t[::1] total_view, transition_offset, succession_offset
+    cdef uint32_t[::1] transition_view, origin_view, succession_view, followed_view
     cdef Overflow *overflow
     cdef list active
 
@@ -60,6 +60,12 @@ cdef class HistoryStore:
         self.transition_view = self.transitions
         self.origins = np.zeros(self.num_gids, np.uint32)
         self.origin_view = self.origins
+        sizes = self.num_experts.astype(np.int64) ** 2
+        self.succession_offset = np.cumsum(sizes) - sizes
+        self.successions = np.zeros(int(sizes.sum()), np.uint32)
+        self.succession_view = self.successions
+        self.followed = np.zeros(self.num_gids, np.uint32)
+        self.followed_view = self.followed
         self.overflow = <Overflow *> calloc(self.num_gids, sizeof(Overflow))
         if self.overflow == NULL:
             raise MemoryError()
@@ -173,32 +179,67 @@ cdef class HistoryStore:
             other.refresh(entry)
         return entry
 
-    def restore(self, total, int64_t tokens, transitions, origins):
+    def restore(self, total, int64_t tokens, transitions, origins, successions, followed):
         """Put back what `add` and the requests had accumulated, after the entries were added again."""
         self.total[:] = total
         self.tokens = tokens
         self.transitions[:] = transitions
         self.origins[:] = origins
+        self.successions[:] = successions
+        self.followed[:] = followed
 
     cdef void learn_transitions(self, int32_t layer, const int32_t *before, const int32_t *after, Py_ssize_t tokens,
                                 int k_before, int k_after) noexcept nogil:
-        # before: ids of `layer`, after: ids of the layer that follows it (the first one follows the last one), row by
-        # row.
-        cdef Py_ssize_t t
-        cdef int i, j
-        cdef int32_t following = self.experts[layer + 1 if layer + 1 < self.num_layers else 0]
-        cdef uint32_t *row
-        cdef int64_t at
-        for t in range(tokens):
-            for i in range(k_before):
-                if before[t * k_before + i] < 0:
-                    continue
-                self.origin_view[self.layer_offset[layer] + before[t * k_before + i]] += 1
-                at = self.transition_offset[layer] + <int64_t> before[t * k_before + i] * following
-                row = &self.transition_view[at]
-                for j in range(k_after):
-                    if after[t * k_after + j] >= 0:
-                        row[after[t * k_after + j]] += 1
+        # `after`: ids of the layer that follows, the first one following the last one.
+        learn(&self.transition_view[self.transition_offset[layer]], &self.origin_view[self.layer_offset[layer]],
+              self.experts[layer + 1 if layer + 1 < self.num_layers else 0], before, after, tokens, k_before, k_after)
+
+    cdef void learn_successions(self, int32_t layer, const int32_t *before, const int32_t *after, Py_ssize_t tokens,
+                                int k_before, int k_after) noexcept nogil:
+        # `after`: ids of the same layer for the next token.
+        learn(&self.succession_view[self.succession_offset[layer]], &self.followed_view[self.layer_offset[layer]],
+              self.experts[layer], before, after, tokens, k_before, k_after)
+
+
+cdef void learn(uint32_t *table, uint32_t *origins, int32_t width, const int32_t *before, const int32_t *after,
+                Py_ssize_t tokens, int k_before, int k_after) noexcept nogil:
+    # Row by row: each expert of `before` was followed by each of `after`.
+    cdef Py_ssize_t t
+    cdef int i, j
+    cdef int32_t e
+    cdef uint32_t *row
+    for t in range(tokens):
+        for i in range(k_before):
+            e = before[t * k_before + i]
+            if e < 0:
+                continue
+            origins[e] += 1
+            row = &table[<int64_t> e * width]
+            for j in range(k_after):
+                if after[t * k_after + j] >= 0:
+                    row[after[t * k_after + j]] += 1
+
+
+cdef void lift(double *out, const uint32_t *table, const uint32_t *origins, const uint32_t *targets, int32_t width,
+               const int32_t *experts, int n, int k) noexcept nogil:
+    # How much more often than usual each expert followed the `n` given ones, as a product over them. `targets` holds how
+    # often each was an origin itself, which is how often it was used; few observations are pulled towards the usual.
+    cdef int32_t e
+    cdef int i
+    cdef double tokens = 0, scale, usual
+    cdef const uint32_t *row
+    for e in range(width):
+        tokens += targets[e]
+        out[e] = 1
+    tokens /= k
+    for i in range(n):
+        if experts[i] < 0:
+            continue
+        row = &table[<int64_t> experts[i] * width]
+        scale = 1 / (origins[experts[i]] + TRANSITION_PRIOR)
+        for e in range(width):
+            usual = (tokens + 1) / (targets[e] + <double> k / width)
+            out[e] *= (row[e] * usual + TRANSITION_PRIOR) * scale
 
 
 cdef class RequestState:
@@ -208,7 +249,8 @@ cdef class RequestState:
     cdef readonly int64_t number, prompt_tokens, decode_tokens
     cdef readonly object prompt_counts, decode_counts
     cdef int64_t[::1] prompt, decode, dots, row_sum
-    cdef float[::1] fast, slow
+    cdef float[::1] fast, slow, surge
+    cdef double[::1] work
     cdef int64_t square
     cdef int32_t best
     cdef float best_similarity
@@ -216,6 +258,8 @@ cdef class RequestState:
     cdef int32_t previous_layer, previous_k
     cdef Py_ssize_t previous_tokens
     cdef int32_t *previous_ids
+    cdef int32_t[:, ::1] last_ids
+    cdef int32_t[::1] last_tokens, last_k
 
     def __cinit__(self, HistoryStore store, int64_t number):
         self.store = store
@@ -227,6 +271,11 @@ cdef class RequestState:
         self.row_sum = np.zeros(store.num_layers, np.int64)
         self.fast = np.zeros(store.num_gids, np.float32)
         self.slow = np.zeros(store.num_gids, np.float32)
+        self.surge = np.ones(store.num_gids, np.float32)
+        self.work = np.zeros(int(store.num_experts.max()), np.float64)
+        self.last_ids = np.full((store.num_layers, MAX_SUCCESSION), -1, np.int32)
+        self.last_tokens = np.zeros(store.num_layers, np.int32)
+        self.last_k = np.zeros(store.num_layers, np.int32)
         self.best = -1
         self.rows = 1
         self.previous_layer = -1
@@ -343,11 +392,43 @@ cdef class RequestState:
         if follows and step.layer == self.previous_layer + 1 or (
                 follows and step.decode and step.layer == 0 and self.previous_layer == store.num_layers - 1):
             store.learn_transitions(self.previous_layer, self.previous_ids, step.ids, used, self.previous_k, step.k)
+        self._succeed(step)
         free(self.previous_ids)
         self.previous_ids = step.ids
         step.ids = NULL
         self.previous_layer, self.previous_tokens, self.previous_k = step.layer, n, step.k
         return 0
+
+    cdef void _succeed(self, Step step) noexcept:
+        # The rows of a decode step follow the same rows of the one before it; the first token of an answer follows the
+        # last of the prompt, and within a prompt each row follows the one above it.
+        cdef HistoryStore store = self.store
+        cdef int32_t layer = step.layer
+        cdef Py_ssize_t kept = step.tokens if step.decode else 1, i
+        if self.last_tokens[layer] and self.last_tokens[layer] == step.tokens:
+            store.learn_successions(layer, &self.last_ids[layer, 0], step.ids, step.tokens, self.last_k[layer], step.k)
+        if not step.decode and step.tokens > 1:
+            store.learn_successions(layer, step.ids, step.ids + step.k, min(step.tokens, <Py_ssize_t> 512) - 1, step.k,
+                                    step.k)
+        self.last_tokens[layer] = 0
+        if step.tokens and kept * step.k <= MAX_SUCCESSION:
+            self.last_tokens[layer], self.last_k[layer] = <int32_t> kept, step.k
+            for i in range(kept * step.k):
+                self.last_ids[layer, i] = step.ids[(step.tokens - kept) * step.k + i]
+
+    cdef void _surge(self, Step step) noexcept:
+        # What one token's experts say of the layer's next visit. The fourth root tempers the product as the evidence of
+        # experts that go together overlaps (docs/policies.md). A batch's rows have no common next token.
+        cdef HistoryStore store = self.store
+        cdef int32_t offset = store.layer_offset[step.layer], count = store.experts[step.layer], e
+        if step.decode and step.tokens > 1:
+            for e in range(count):
+                self.surge[offset + e] = 1
+            return
+        lift(&self.work[0], &store.succession_view[store.succession_offset[step.layer]], &store.followed_view[offset],
+             &store.followed_view[offset], count, step.ids + (step.tokens - 1) * step.k, step.k, step.k)
+        for e in range(count):
+            self.surge[offset + e] = sqrt(sqrt(self.work[e]))
 
     cdef void observe(self, Step step) noexcept:
         # Counts, running match and decayed frequencies of one step. Later tokens weigh more, so rows are taken from the
@@ -379,6 +460,8 @@ cdef class RequestState:
                     self.slow[offset + e] += slow
             fast *= 1 - FAST
             slow *= 1 - SLOW
+        if step.tokens:
+            self._surge(step)
         if step.layer == 0:
             if step.decode:
                 self.decode_tokens += step.counted_tokens

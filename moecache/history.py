@@ -124,6 +124,8 @@ class History:
             before + theirs.tokens,
             self.store.transitions + theirs.transitions,
             self.store.origins + theirs.origins,
+            self.store.successions + theirs.successions,
+            self.store.followed + theirs.followed,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -138,6 +140,8 @@ class History:
                 "total": store.total,
                 "transitions": store.transitions,
                 "origins": store.origins,
+                "successions": store.successions,
+                "followed": store.followed,
             },
             metadata={
                 "format": _FORMAT,
@@ -186,7 +190,8 @@ class History:
         store = history.store
         for prompt, decode in zip(tensors["prompt"], tensors["decode"], strict=True):
             store.add(prompt, decode, 0)
-        store.restore(tensors["total"], tokens, tensors["transitions"], tensors["origins"])
+        learned = ("transitions", "origins", "successions", "followed")
+        store.restore(tensors["total"], tokens, *(tensors[name] for name in learned))
         return history
 
     def _check(self, other: Fingerprint, what: str, expected: Fingerprint | None = None) -> None:
@@ -231,6 +236,8 @@ def _check_tensors(
         "total": ((experts,), np.int64),
         "transitions": ((sum(a * b for a, b in zip(num_experts, following, strict=True)),), np.uint32),
         "origins": ((experts,), np.uint32),
+        "successions": ((sum(n * n for n in num_experts),), np.uint32),
+        "followed": ((experts,), np.uint32),
     }
     for name, (shape, dtype) in expected.items():
         tensor = tensors.get(name)

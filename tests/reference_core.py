@@ -28,6 +28,8 @@ FAST, SLOW = 0.45, 0.02
 WEIGHTS = {"fast": 0.3, "slow": 0.6, "prior": 0.1}
 CHANCE_FLOOR = 1e-4
 PRIOR_TOKENS = 16.0
+TRANSITION_PRIOR = 8.0
+MAX_SUCCESSION = 128
 
 # The compiled room keeps chances in float32: two scores closer than this are the same to it, whatever float64 says.
 CLOSE = 1e-4
@@ -60,6 +62,8 @@ class HistoryReference:
         following = [*num_experts[1:], num_experts[0]]
         self.transitions = [np.zeros((a, b), np.int64) for a, b in zip(num_experts, following, strict=True)]
         self.origins = np.zeros(self.layout.total, np.int64)
+        self.successions = [np.zeros((n, n), np.int64) for n in num_experts]
+        self.followed = np.zeros(self.layout.total, np.int64)
 
     @property
     def entries(self) -> list[Counts]:
@@ -108,6 +112,8 @@ class RequestReference:
         self.prompt = np.zeros(self.layout.total, np.int64)
         self.decode = np.zeros(self.layout.total, np.int64)
         self.fast, self.slow = prior.copy(), prior.copy()
+        self.surge = np.ones(self.layout.total)
+        self.last: dict[int, list[list[int]]] = {}
         self.rows = 1
         self.prompt_tokens = self.decode_tokens = 0
         self.previous: tuple[int, list[list[int]]] | None = None
@@ -131,6 +137,11 @@ class RequestReference:
                 (self.decode if decode else self.prompt)[offset + e] += 1
                 self.fast[offset + e] += FAST
                 self.slow[offset + e] += SLOW
+        width = max((len(row) for row in ids), default=0)
+        if seen:
+            one_token = not decode or len(seen) == 1
+            self.surge[rows] = self._surge(layer, seen[-1], width) if one_token else 1.0
+            self._succeed(layer, seen, decode, width)
         tokens = sum(bool(row) for row in seen)
         if layer == 0 and decode:
             self.decode_tokens += tokens
@@ -138,6 +149,29 @@ class RequestReference:
         elif layer == 0:
             self.prompt_tokens += tokens
         self._learn(layer, seen, decode)
+
+    def _surge(self, layer: int, experts: list[int], k: int) -> NDArray[np.float64]:
+        history, rows = self.history, self.layout.rows(layer)
+        used = history.followed[rows].astype(np.float64)
+        usual = (used + k / len(used)) / (used.sum() / k + 1)
+        product = np.ones(len(used))
+        for e in experts:
+            follows = history.successions[layer][e] + TRANSITION_PRIOR * usual
+            product *= follows / (used[e] + TRANSITION_PRIOR) / usual
+        return product**0.25
+
+    def _succeed(self, layer: int, seen: list[list[int]], decode: bool, k: int) -> None:
+        pairs = []
+        if len(self.last.get(layer, [])) == len(seen):
+            pairs += list(zip(self.last[layer], seen, strict=True))
+        if not decode:
+            pairs += list(pairwise(seen[:512]))
+        for row, following in pairs:
+            for e in row:
+                self.history.followed[self.layout.offset[layer] + e] += 1
+                self.history.successions[layer][e, following] += 1
+        kept = seen if decode else seen[-1:]
+        self.last[layer] = kept if len(kept) * k <= MAX_SUCCESSION else []
 
     def _learn(self, layer: int, seen: list[list[int]], decode: bool) -> None:
         if self.previous is not None and len(self.previous[1]) == len(seen):
@@ -208,7 +242,9 @@ class Estimates:
             + WEIGHTS["slow"] * request.slow[rows]
             + WEIGHTS["prior"] * self.prior[rows]
         )
-        return np.minimum(joined + CHANCE_FLOOR, 1.0)
+        single = np.minimum(joined + CHANCE_FLOOR, 0.9999)
+        surge = request.surge[rows]
+        return single * surge / (1 - single + single * surge)
 
 
 Score = Callable[[int], float]

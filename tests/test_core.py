@@ -257,6 +257,10 @@ class Twins:
             store.transitions, np.concatenate([t.ravel() for t in self.reference.transitions])
         )
         np.testing.assert_array_equal(store.origins, self.reference.origins)
+        np.testing.assert_array_equal(
+            store.successions, np.concatenate([t.ravel() for t in self.reference.successions])
+        )
+        np.testing.assert_array_equal(store.followed, self.reference.followed)
 
 
 def id_rows(

@@ -23,6 +23,9 @@ from moecache.errors import HistoryFormatError
 MODEL = Fingerprint((4, 3, 5), 2, "abc")
 
 
+LEARNED = ("transitions", "origins", "successions", "followed")
+
+
 def filled(
     requests: int, fingerprint: Fingerprint = MODEL, capacity: int = 10, seed: int = 0, largest: int = 300
 ) -> History:
@@ -33,8 +36,9 @@ def filled(
         prompt, decode = rng.integers(0, largest, (2, experts)) * (rng.random((2, experts)) < 0.5)
         # Some of prompt only, some of answer only.
         result.add(prompt * (n % 3 != 1), decode * (n % 3 != 2), int(rng.integers(1, 100)))
-    result.store.transitions[:] = rng.integers(0, 50, len(result.store.transitions))
-    result.store.origins[:] = rng.integers(0, 50, experts)
+    for name in LEARNED:
+        table = getattr(result.store, name)
+        table[:] = rng.integers(0, 50, len(table))
     return result
 
 
@@ -44,7 +48,7 @@ def assert_same(a: History, b: History) -> None:
     n = len(a)
     for name in ("prompt_counts", "decode_counts"):
         np.testing.assert_array_equal(getattr(a.store, name)[:n], getattr(b.store, name)[:n])
-    for name in ("total", "transitions", "origins"):
+    for name in ("total", *LEARNED):
         np.testing.assert_array_equal(getattr(a.store, name), getattr(b.store, name))
     assert a.store.tokens == b.store.tokens
 
@@ -107,12 +111,12 @@ def test_another_capacity_when_loading(tmp_path: Path) -> None:
 def test_merging_adds_everything_once() -> None:
     one, two = filled(3, seed=1), filled(4, seed=2)
     total, tokens = one.store.total + two.store.total, one.store.tokens + two.store.tokens
-    transitions, origins = one.store.transitions + two.store.transitions, one.store.origins + two.store.origins
+    learned = {name: getattr(one.store, name) + getattr(two.store, name) for name in LEARNED}
     one.merge(two)
     assert len(one) == 7
     np.testing.assert_array_equal(one.store.total, total)
-    np.testing.assert_array_equal(one.store.transitions, transitions)
-    np.testing.assert_array_equal(one.store.origins, origins)
+    for name, table in learned.items():
+        np.testing.assert_array_equal(getattr(one.store, name), table)
     assert one.store.tokens == tokens
     np.testing.assert_array_equal(one.store.prompt_counts[3:7], two.store.prompt_counts[:4])
 
@@ -219,10 +223,11 @@ def swap(a: str, b: str) -> Change:
 @pytest.mark.parametrize(
     "change",
     [
-        *(drop(name) for name in ("prompt", "decode", "total", "transitions", "origins")),
+        *(drop(name) for name in ("prompt", "decode", "total", *LEARNED)),
         swap("prompt", "total"),
         swap("total", "origins"),
         swap("transitions", "origins"),
+        put("successions", lambda t: t[:-1]),
         swap("decode", "transitions"),
         put("total", lambda t: -t),
         put("total", lambda t: t * 0),
