@@ -19,6 +19,8 @@ from moecache.errors import LeaseError, RoutingError
 cdef extern from "_match.h" nogil:
     void moe_add_columns(int64_t *dots, const uint8_t *columns, ptrdiff_t stride, const int32_t *gids,
                          const int32_t *weights, int k, int wide, ptrdiff_t n)
+    void moe_lift(double *out, double *rarity, const int32_t *table, const int32_t *origins, const int32_t *targets,
+                  int width, const int32_t *experts, int n, int k, double prior)
     ptrdiff_t moe_best(const int64_t *dots, const float *inverse_norm, ptrdiff_t n, float *value)
 
 cdef extern from *:

@@ -1,4 +1,4 @@
-/* The two loops that touch every stored request. Compiled once per instruction set and chosen at load time,
+/* The loops worth wide registers: two over all stored requests, one over all experts of a layer. Compiled once per instruction set and chosen at load time,
  * so that one wheel is fast on AVX-512, AVX2 and plain machines alike. */
 #ifndef MOECACHE_MATCH_H
 #define MOECACHE_MATCH_H
@@ -68,6 +68,28 @@ MOE_CLONES static ptrdiff_t moe_best(const int64_t *restrict dots, const float *
     }
     memcpy(value, &best_bits, sizeof(float));
     return best;
+}
+
+/* out[e] = product over the `n` given experts i of P(e | i) / P(e): how much more often than usual e followed each.
+ * table[i * width + e] counts e after i, origins[i] how often i was followed at all, targets[e] how often e was an
+ * origin itself, that is used, by tokens of k experts. Few observations are pulled to the usual by `prior` more. */
+MOE_CLONES static void moe_lift(double *restrict out, double *restrict rarity, const int32_t *restrict table,
+                                const int32_t *restrict origins, const int32_t *restrict targets, int width,
+                                const int32_t *restrict experts, int n, int k, double prior) {
+    double tokens = 0;
+    for (int e = 0; e < width; e++) tokens += targets[e];
+    tokens = tokens / k + 1;
+    const double unseen = (double)k / width;
+    for (int e = 0; e < width; e++) {
+        rarity[e] = tokens / (targets[e] + unseen);
+        out[e] = 1;
+    }
+    for (int i = 0; i < n; i++) {
+        if (experts[i] < 0) continue;
+        const int32_t *restrict row = table + (ptrdiff_t)experts[i] * width;
+        const double scale = 1 / (origins[experts[i]] + prior);
+        for (int e = 0; e < width; e++) out[e] *= (row[e] * rarity[e] + prior) * scale;
+    }
 }
 
 #endif

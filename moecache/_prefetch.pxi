@@ -105,8 +105,8 @@ cdef class Prefetcher:
         cdef double scale, odds
         cdef const uint32_t *table = &store.transition_view[store.transition_offset[step.layer]]
         cdef const uint32_t *row
-        if self.lift.shape[0] < count:
-            self.chance, self.lift = np.zeros(count, np.float32), np.zeros(count)
+        if self.chance.shape[0] < count:
+            self.chance, self.lift = np.zeros(count, np.float32), np.zeros(2 * count)
         if core.policy == MOE_INFINITY:
             for e in range(count):
                 self.chance[e] = min(request.ratio(begin + e, target) * step.k, <float> 1.0)
@@ -119,8 +119,8 @@ cdef class Prefetcher:
             scale = 1 / (store.origin_view[source + expert] + TRANSITION_PRIOR) / step.unique
             for e in range(count):
                 self.chance[e] += scale * (row[e] + TRANSITION_PRIOR * core.use[begin + e])
-        lift(&self.lift[0], table, &store.origin_view[source], &store.origin_view[begin], count, step.experts, step.unique,
-             step.k)
+        moe_lift(&self.lift[0], &self.lift[count], <const int32_t *> table, <const int32_t *> &store.origin_view[source],
+                 <const int32_t *> &store.origin_view[begin], count, step.experts, step.unique, step.k, TRANSITION_PRIOR)
         for e in range(count):
             odds = core.use[begin + e] / (1.0001 - core.use[begin + e]) * pow(self.lift[e], TEMPER / sqrt(step.unique))
             self.chance[e] = max(self.chance[e], odds / (1 + odds))

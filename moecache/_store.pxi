@@ -220,28 +220,6 @@ cdef void learn(uint32_t *table, uint32_t *origins, int32_t width, const int32_t
                     row[after[t * k_after + j]] += 1
 
 
-cdef void lift(double *out, const uint32_t *table, const uint32_t *origins, const uint32_t *targets, int32_t width,
-               const int32_t *experts, int n, int k) noexcept nogil:
-    # How much more often than usual each expert followed the `n` given ones, as a product over them. `targets` holds how
-    # often each was an origin itself, which is how often it was used; few observations are pulled towards the usual.
-    cdef int32_t e
-    cdef int i
-    cdef double tokens = 0, scale, usual
-    cdef const uint32_t *row
-    for e in range(width):
-        tokens += targets[e]
-        out[e] = 1
-    tokens /= k
-    for i in range(n):
-        if experts[i] < 0:
-            continue
-        row = &table[<int64_t> experts[i] * width]
-        scale = 1 / (origins[experts[i]] + TRANSITION_PRIOR)
-        for e in range(width):
-            usual = (tokens + 1) / (targets[e] + <double> k / width)
-            out[e] *= (row[e] * usual + TRANSITION_PRIOR) * scale
-
-
 cdef class RequestState:
     """Counts and estimates of one running request."""
 
@@ -272,7 +250,7 @@ cdef class RequestState:
         self.fast = np.zeros(store.num_gids, np.float32)
         self.slow = np.zeros(store.num_gids, np.float32)
         self.surge = np.ones(store.num_gids, np.float32)
-        self.work = np.zeros(int(store.num_experts.max()), np.float64)
+        self.work = np.zeros(2 * int(store.num_experts.max()), np.float64)
         self.last_ids = np.full((store.num_layers, MAX_SUCCESSION), -1, np.int32)
         self.last_tokens = np.zeros(store.num_layers, np.int32)
         self.last_k = np.zeros(store.num_layers, np.int32)
@@ -421,12 +399,14 @@ cdef class RequestState:
         # experts that go together overlaps (docs/policies.md). A batch's rows have no common next token.
         cdef HistoryStore store = self.store
         cdef int32_t offset = store.layer_offset[step.layer], count = store.experts[step.layer], e
+        cdef int64_t at = store.succession_offset[step.layer]
         if step.decode and step.tokens > 1:
             for e in range(count):
                 self.surge[offset + e] = 1
             return
-        lift(&self.work[0], &store.succession_view[store.succession_offset[step.layer]], &store.followed_view[offset],
-             &store.followed_view[offset], count, step.ids + (step.tokens - 1) * step.k, step.k, step.k)
+        moe_lift(&self.work[0], &self.work[count], <const int32_t *> &store.succession_view[at],
+                 <const int32_t *> &store.followed_view[offset], <const int32_t *> &store.followed_view[offset], count,
+                 step.ids + (step.tokens - 1) * step.k, step.k, step.k, TRANSITION_PRIOR)
         for e in range(count):
             self.surge[offset + e] = sqrt(sqrt(self.work[e]))
 
