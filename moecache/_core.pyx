@@ -21,6 +21,11 @@ cdef extern from "_match.h" nogil:
                          const int32_t *weights, int k, int wide, ptrdiff_t n)
     void moe_lift(double *out, double *rarity, const int32_t *table, const int32_t *origins, const int32_t *targets,
                   int width, const int32_t *experts, int n, int k, double prior)
+    void moe_fourth_root(float *out, const double *inside, int n)
+    void moe_chance(float *out, const float *fast, const float *slow, const float *prior, const float *surge, int n,
+                    float weight_fast, float weight_slow, float weight_prior, float least, int rows)
+    void moe_join(float *use, const float *chance, int n)
+    void moe_wait(float *wait, const float *use, int n, float layers)
     ptrdiff_t moe_best(const int64_t *dots, const float *inverse_norm, ptrdiff_t n, float *value)
 
 cdef extern from *:
@@ -214,30 +219,20 @@ cdef class Core:
 
     cdef void _refresh_layer(self, int32_t layer) noexcept:
         # Chance that some active request uses the expert in its next step, and the layer steps to expect until then.
-        cdef int32_t gid, begin = self.layer_offset[layer], end = self.layer_offset[layer + 1]
-        cdef float p, steps = self.num_layers
-        cdef int32_t rows
+        cdef int32_t gid, begin = self.layer_offset[layer], count = self.store.experts[layer]
+        cdef float *use = &self.use[begin]
         cdef RequestState request
         cdef bint first = True
         if not self.requests:
-            for gid in range(begin, end):
+            for gid in range(begin, begin + count):
                 self.use[gid] = min(self.prior[gid] + CHANCE_FLOOR, <float> 1.0)
         for request in self.requests:
-            rows = request.rows
-            for gid in range(begin, end):
-                p = WEIGHT_FAST * request.fast[gid] + WEIGHT_SLOW * request.slow[gid] + WEIGHT_PRIOR * self.prior[gid]
-                p = min(p + CHANCE_FLOOR, <float> 0.9999)
-                p = p * request.surge[gid] / (1 - p + p * request.surge[gid])
-                self.chance[gid - begin] = p
-            if rows > 1:
-                for gid in range(begin, end):
-                    self.chance[gid - begin] = 1 - pow(1 - self.chance[gid - begin], rows)
-            for gid in range(begin, end):
-                p = self.chance[gid - begin]
-                self.use[gid] = p if first else 1 - (1 - self.use[gid]) * (1 - p)
+            moe_chance(use if first else &self.chance[0], &request.fast[begin], &request.slow[begin], &self.prior[begin],
+                       &request.surge[begin], count, WEIGHT_FAST, WEIGHT_SLOW, WEIGHT_PRIOR, CHANCE_FLOOR, request.rows)
+            if not first:
+                moe_join(use, &self.chance[0], count)
             first = False
-        for gid in range(begin, end):
-            self.wait[gid] = steps * (1 / self.use[gid] - 1)
+        moe_wait(&self.wait[begin], use, count, self.num_layers)
 
     # The slot table
 

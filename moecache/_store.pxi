@@ -407,8 +407,7 @@ cdef class RequestState:
         moe_lift(&self.work[0], &self.work[count], <const int32_t *> &store.succession_view[at],
                  <const int32_t *> &store.followed_view[offset], <const int32_t *> &store.followed_view[offset], count,
                  step.ids + (step.tokens - 1) * step.k, step.k, step.k, TRANSITION_PRIOR)
-        for e in range(count):
-            self.surge[offset + e] = sqrt(sqrt(self.work[e]))
+        moe_fourth_root(&self.surge[offset], &self.work[0], count)
 
     cdef void observe(self, Step step) noexcept:
         # Counts, running match and decayed frequencies of one step. Later tokens weigh more, so rows are taken from the
