@@ -5,7 +5,7 @@ cdef enum:
 
 # An expert is worth a transfer ahead of time from this chance on, and only over a victim whose next use is this many
 # tokens later.
-cdef float CHANCE_WANTED = 0.45
+cdef float CHANCE_WANTED = 0.5
 cdef float MARGIN_TOKENS = 1.0
 # Exponent of the joint evidence of k experts, times sqrt(k): between counting it once (1 / k) and k times (1).
 cdef double TEMPER = 1.25
