@@ -7,8 +7,9 @@ cdef enum:
 # tokens later.
 cdef float CHANCE_WANTED = 0.5
 cdef float MARGIN_TOKENS = 1.0
-# Exponent of the joint evidence of k experts, times sqrt(k): between counting it once (1 / k) and k times (1).
-cdef double TEMPER = 1.25
+# Exponent of the joint evidence of k experts, times sqrt(k): between counting it once (1 / k) and k times (1). Chosen by
+# calibration.
+cdef double TEMPER = 1.0
 # Share of prefetches that must prove useful, measured over about the last 64; below it only one step in 16 still tries,
 # picked by a hash (Knuth's multiplicative one) so that it is not always the same layer's.
 cdef float USEFUL_FLOOR = 0.3
@@ -123,7 +124,10 @@ cdef class Prefetcher:
                  <const int32_t *> &store.origin_view[begin], count, step.experts, step.unique, step.k, TRANSITION_PRIOR)
         for e in range(count):
             odds = core.use[begin + e] / (1.0001 - core.use[begin + e]) * pow(self.lift[e], TEMPER / sqrt(step.unique))
-            self.chance[e] = max(self.chance[e], odds / (1 + odds))
+            if self.chance[e] < CHANCE_WANTED:
+                self.chance[e] = odds / (1 + odds)
+            else:
+                self.chance[e] = max(self.chance[e], odds / (1 + odds))
 
     cdef int _pick(self, Core core, int32_t target, int budget, int32_t *picked) noexcept nogil:
         # Experts of the target that are not resident and likely enough, the likeliest first.
