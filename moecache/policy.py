@@ -7,7 +7,7 @@ the one unused for longest, then to the lowest slot.
 ==================== ==============================================================================================
 ``expected-next-use`` layer steps until the expert is expected to be used again: ``L (1/p - 1) + ((layer - now - 1) mod
 L) + 1``
-                      with p its chance of use at the layer's next visit, from decayed counts
+                      with p its chance of use at the layer's next visit, from counts (docs/policies.md)
 ``counts``            the same; the name stays when a trained forecaster takes part in the default
 ``moe-infinity``      ``-(ratio + eps) (1 - layer / L)``, ratio being the expert's share of its layer in the best
 matching past request
