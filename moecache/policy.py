@@ -1,20 +1,23 @@
 """Eviction policies by name, and scores written by users.
 
 A policy is one decision: of the experts in the slots, which is given up? Each scores an expert; the largest score goes
-first, ties go to
-the one unused for longest, then to the lowest slot.
+first, ties go to the one unused for longest, then to the lowest slot.
 
-==================== ==============================================================================================
-``expected-next-use`` layer steps until the expert is expected to be used again: ``L (1/p - 1) + ((layer - now - 1) mod
-L) + 1``
-                      with p its chance of use at the layer's next visit, from counts (docs/policies.md)
-``counts``            the same; the name stays when a trained forecaster takes part in the default
-``moe-infinity``      ``-(ratio + eps) (1 - layer / L)``, ratio being the expert's share of its layer in the best
-matching past request
-``lru``               the longest unused
-``lfu``               the least often used since the cache was made
-``belady``            the one whose next use lies furthest ahead; known in replay only
-==================== ==============================================================================================
+``expected-next-use``
+    Layer steps until the expert is expected to be used again: ``L (1/p - 1) + ((layer - now - 1) mod L) + 1`` with p its
+    chance of use at the layer's next visit, from counts.
+``counts``
+    The same; the name stays when a trained forecaster takes part in the default.
+``moe-infinity``
+    ``-(ratio + eps) (1 - layer / L)``, ratio being the expert's share of its layer in the best matching past request.
+``lru``
+    The longest unused.
+``lfu``
+    The least often used since the cache was made.
+``belady``
+    The one whose next use lies furthest ahead; known in replay only.
+
+docs/policies.md has the formulas in full and what they measured.
 """
 
 from __future__ import annotations

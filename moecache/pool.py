@@ -74,9 +74,8 @@ class Pool:
     def regions(self) -> tuple[dict[tuple[int, str], int], np.ndarray, np.ndarray]:
         """Where the engine writes: number of each (kind, parameter), uint64 address and stride of each number.
 
-        Addresses are those of slot 0 of the whole pool, so that one slot number serves all regions; for later kinds
-        that lies
-        before the tensor and may wrap around zero.
+        Addresses are those of slot 0 of the whole pool, so that one slot number serves all regions; for later kinds that
+        lies before the tensor and may wrap around zero.
         """
         numbers: dict[tuple[int, str], int] = {}
         addresses: list[int] = []
