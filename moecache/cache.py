@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 import time
@@ -21,6 +20,7 @@ from .errors import ClosedError, LeaseError, RoutingError, TransferError
 from .history import Fingerprint, History, open_history
 from .policy import Score, resolve
 from .pool import Pool, slots_for
+from .router_output import ID_SIZE, UNSIGNED, check_weights, counted_mask, ids_on_cpu, signed
 from .stats import Stats
 
 if TYPE_CHECKING:
@@ -31,9 +31,6 @@ __all__ = ["ExpertCache", "Lease", "Request"]
 
 logger = logging.getLogger("moecache")
 
-# Bytes of an id as _core reads them; -1 marks the unsigned byte.
-_ID_SIZE = {torch.int64: 8, torch.int32: 4, torch.int16: 2, torch.int8: 1, torch.uint8: -1}
-_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 _FIRST_ROW = torch.zeros(1, dtype=torch.int64)
 
 
@@ -373,10 +370,10 @@ class Request:
         if self.closed or cache.closed:
             raise ClosedError("this request is closed" if self.closed else "this cache is closed; make a new one")
         if type(ids) is not torch.Tensor or not ids.is_cpu:
-            ids = _on_cpu(ids, cache.device, layer)
-        itemsize = _ID_SIZE.get(ids.dtype)
-        if itemsize is None and ids.dtype in _UNSIGNED:
-            ids, itemsize = _signed(ids), 8
+            ids = ids_on_cpu(ids, cache.device, layer)
+        itemsize = ID_SIZE.get(ids.dtype)
+        if itemsize is None and ids.dtype in UNSIGNED:
+            ids, itemsize = signed(ids), 8
         if itemsize is None:
             raise RoutingError(f"layer {layer}: ids are {ids.dtype}; expected integers such as torch.int64")
         shape = ids.shape
@@ -384,9 +381,9 @@ class Request:
             raise RoutingError(f"layer {layer}: ids have shape {tuple(shape)}; expected [tokens, k]")
         tokens, k = shape
         if weights is not None:
-            _check_weights(weights, ids, layer)
+            check_weights(weights, ids, layer)
         row_stride, column_stride = ids.stride()
-        mask = None if counted is None else _mask(counted, tokens, layer)
+        mask = None if counted is None else counted_mask(counted, tokens, layer)
         step = cache._core.route(
             self._state,
             layer,
@@ -583,44 +580,3 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
-
-
-def _on_cpu(ids: Any, device: torch.device, layer: int) -> torch.Tensor:
-    # Ids may come as anything array-like; on another device only if it is the cache's own.
-    try:
-        tensor: torch.Tensor = torch.as_tensor(ids)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise RoutingError(
-            f"layer {layer}: ids cannot be made a tensor ({error}); expected integers [tokens, k]"
-        ) from error
-    if tensor.device.type not in ("cpu", device.type):
-        raise RoutingError(
-            f"layer {layer}: ids are on {tensor.device}; expected the cache's device {device} or the CPU"
-        )
-    return tensor.to("cpu")
-
-
-def _signed(ids: torch.Tensor) -> torch.Tensor:
-    # What does not fit stays out of range.
-    wide = ids.to(torch.int64)
-    return wide.where(wide >= 0, torch.iinfo(torch.int64).max)
-
-
-def _check_weights(weights: torch.Tensor, ids: torch.Tensor, layer: int) -> None:
-    if weights.shape != ids.shape or not weights.is_floating_point() or weights.is_meta:
-        raise RoutingError(
-            f"layer {layer}: gate weights are {weights.dtype} {tuple(weights.shape)} on {weights.device}; expected floats "
-            f"of the ids' shape {tuple(ids.shape)}"
-        )
-    # A sum is NaN when a term is: one reduction instead of two.
-    if weights.numel() and math.isnan(weights.sum().item()):
-        raise RoutingError(f"layer {layer}: gate weights hold NaN; the router's logits or the layer's input are broken")
-
-
-def _mask(counted: torch.Tensor, tokens: int, layer: int) -> torch.Tensor:
-    if counted.dtype is not torch.bool or counted.shape != (tokens,) or counted.is_meta:
-        raise RoutingError(
-            f"layer {layer}: `counted` is {counted.dtype} {tuple(counted.shape)} on {counted.device}; expected torch.bool "
-            f"({tokens},)"
-        )
-    return counted.to("cpu").contiguous()

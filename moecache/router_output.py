@@ -1,0 +1,57 @@
+"""What a router hands over, checked before anything changes: ids, gate weights, the mask of counted rows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from .errors import RoutingError
+
+__all__ = ["ID_SIZE", "UNSIGNED", "check_weights", "counted_mask", "ids_on_cpu", "signed"]
+
+# Bytes of an id as _core reads them; -1 marks the unsigned byte.
+ID_SIZE = {torch.int64: 8, torch.int32: 4, torch.int16: 2, torch.int8: 1, torch.uint8: -1}
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+
+
+def ids_on_cpu(ids: Any, device: torch.device, layer: int) -> torch.Tensor:
+    # Ids may come as anything array-like; on another device only if it is the cache's own.
+    try:
+        tensor: torch.Tensor = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RoutingError(
+            f"layer {layer}: ids cannot be made a tensor ({error}); expected integers [tokens, k]"
+        ) from error
+    if tensor.device.type not in ("cpu", device.type):
+        raise RoutingError(
+            f"layer {layer}: ids are on {tensor.device}; expected the cache's device {device} or the CPU"
+        )
+    return tensor.to("cpu")
+
+
+def signed(ids: torch.Tensor) -> torch.Tensor:
+    # What does not fit stays out of range.
+    wide = ids.to(torch.int64)
+    return wide.where(wide >= 0, torch.iinfo(torch.int64).max)
+
+
+def check_weights(weights: torch.Tensor, ids: torch.Tensor, layer: int) -> None:
+    if weights.shape != ids.shape or not weights.is_floating_point() or weights.is_meta:
+        raise RoutingError(
+            f"layer {layer}: gate weights are {weights.dtype} {tuple(weights.shape)} on {weights.device}; expected floats "
+            f"of the ids' shape {tuple(ids.shape)}"
+        )
+    # A sum is NaN when a term is: one reduction instead of two.
+    if weights.numel() and math.isnan(weights.sum().item()):
+        raise RoutingError(f"layer {layer}: gate weights hold NaN; the router's logits or the layer's input are broken")
+
+
+def counted_mask(counted: torch.Tensor, tokens: int, layer: int) -> torch.Tensor:
+    if counted.dtype is not torch.bool or counted.shape != (tokens,) or counted.is_meta:
+        raise RoutingError(
+            f"layer {layer}: `counted` is {counted.dtype} {tuple(counted.shape)} on {counted.device}; expected torch.bool "
+            f"({tokens},)"
+        )
+    return counted.to("cpu").contiguous()
