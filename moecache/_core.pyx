@@ -40,9 +40,12 @@ cdef double FAST = 0.45, SLOW = 0.02
 cdef float WEIGHT_FAST = 0.3, WEIGHT_SLOW = 0.6, WEIGHT_PRIOR = 0.1, CHANCE_FLOOR = 1e-4
 # Pseudo-observations that pull a rarely seen transition towards the expert's own frequency.
 cdef float TRANSITION_PRIOR = 8.0
-# Ids of one decode step that are remembered until the layer's next one.
+# Tokens' worth of pseudo-observations that pull an expert's share of all tokens to uniform.
+cdef double PRIOR_TOKENS = 16.0
+# Ids of one decode step that are remembered until the layer's next one, and rows of a prompt that are learned from.
 cdef enum:
     MAX_SUCCESSION = 128
+    LEARNED_ROWS = 512
 cdef double FAR = 1e300
 
 cdef enum:
@@ -163,7 +166,7 @@ cdef class Core:
         self.score = <score_function> score
         self.requests = []
         self.found = Candidates(self.num_slots)
-        self.prefetcher = Prefetcher(self.num_slots, top_k, prefetch and policy not in ("belady",))
+        self.prefetcher = Prefetcher(top_k, prefetch and policy != "belady")
         self._refresh_prior()
 
     # Requests
@@ -209,8 +212,8 @@ cdef class Core:
                 row += self.store.total_view[gid]
             weight = row / self.store.tokens if self.store.tokens and row else max(self.prefetcher.top_k, 1)
             for gid in range(self.layer_offset[layer], self.layer_offset[layer + 1]):
-                seen = self.store.total_view[gid] + 16.0 * weight / self.store.experts[layer]
-                self.prior[gid] = min(1.0, seen / (self.store.tokens + 16.0))
+                seen = self.store.total_view[gid] + PRIOR_TOKENS * weight / self.store.experts[layer]
+                self.prior[gid] = min(1.0, seen / (self.store.tokens + PRIOR_TOKENS))
 
     cdef void _refresh_all(self) noexcept:
         cdef int32_t layer

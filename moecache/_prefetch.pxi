@@ -28,7 +28,7 @@ cdef class Prefetcher:
     cdef float[::1] chance
     cdef double[::1] lift
 
-    def __cinit__(self, int32_t num_slots, int32_t top_k, bint enabled):
+    def __cinit__(self, int32_t top_k, bint enabled):
         self.enabled, self.top_k = enabled, top_k
         self.useful_share = 1.0
         self.chance, self.lift = np.zeros(1, np.float32), np.zeros(1)

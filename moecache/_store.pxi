@@ -365,7 +365,7 @@ cdef class RequestState:
         # same.
         cdef HistoryStore store = self.store
         cdef Py_ssize_t n = step.tokens
-        cdef Py_ssize_t used = n if n < 512 else 512
+        cdef Py_ssize_t used = min(n, <Py_ssize_t> LEARNED_ROWS)
         cdef bint follows = self.previous_layer >= 0 and self.previous_tokens == n
         if follows and step.layer == self.previous_layer + 1 or (
                 follows and step.decode and step.layer == 0 and self.previous_layer == store.num_layers - 1):
@@ -386,8 +386,8 @@ cdef class RequestState:
         if self.last_tokens[layer] and self.last_tokens[layer] == step.tokens:
             store.learn_successions(layer, &self.last_ids[layer, 0], step.ids, step.tokens, self.last_k[layer], step.k)
         if not step.decode and step.tokens > 1:
-            store.learn_successions(layer, step.ids, step.ids + step.k, min(step.tokens, <Py_ssize_t> 512) - 1, step.k,
-                                    step.k)
+            store.learn_successions(layer, step.ids, step.ids + step.k,
+                                    min(step.tokens, <Py_ssize_t> LEARNED_ROWS) - 1, step.k, step.k)
         self.last_tokens[layer] = 0
         if step.tokens and kept * step.k <= MAX_SUCCESSION:
             self.last_tokens[layer], self.last_k[layer] = <int32_t> kept, step.k
