@@ -17,8 +17,11 @@ from libc.string cimport memmove, memset
 from moecache.errors import LeaseError, RoutingError
 
 cdef extern from "_match.h" nogil:
-    void moe_add_columns(int64_t *dots, const uint8_t *columns, ptrdiff_t stride, const int32_t *gids,
-                         const int32_t *weights, int k, int wide, ptrdiff_t n)
+    enum: MOE_LANES
+    ptrdiff_t moe_place(ptrdiff_t entry)
+    void moe_add_columns(double *dots, const uint8_t *columns, ptrdiff_t stride, const int32_t *gids,
+                         const int32_t *weights, int k, int wide, double scale, ptrdiff_t n)
+    ptrdiff_t moe_reaching(int32_t *blocks, const double *dots, const float *inverse_norm, ptrdiff_t n, float least)
     void moe_lift(double *out, double *rarity, const int32_t *table, const int32_t *origins, const int32_t *targets,
                   int width, const int32_t *experts, int n, int k, double prior)
     void moe_fourth_root(float *out, const double *inside, int n)
@@ -26,7 +29,6 @@ cdef extern from "_match.h" nogil:
                     float weight_fast, float weight_slow, float weight_prior, float least, int rows)
     void moe_join(float *use, const float *chance, int n)
     void moe_wait(float *wait, const float *use, int n, float layers)
-    ptrdiff_t moe_best(const int64_t *dots, const float *inverse_norm, ptrdiff_t n, float *value)
 
 cdef extern from *:
     """

@@ -8,66 +8,64 @@
 #include <string.h>
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define MOE_X86
 #define MOE_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define MOE_CLONES_256 __attribute__((target_clones("arch=x86-64-v3", "default")))
 #else
 #define MOE_CLONES
+#define MOE_CLONES_256
 #endif
 
-/* Entries a column is read in at a time; columns are padded to a multiple. The sums of one such block stay in registers
- * over all k columns, which the compiler does not find out by itself: hence the vector types. */
+/* Entries a column is read in at a time; columns are padded to a multiple. */
 #define MOE_LANES 64
-typedef uint8_t moe_bytes __attribute__((vector_size(MOE_LANES), aligned(1), may_alias));
-typedef uint16_t moe_shorts __attribute__((vector_size(2 * MOE_LANES)));
 
-/* dots[i] += sum_j weight[j] * column_j[i], exact in integers. `wide` is 0 when every weight is 1 and k <= 257:
- * then a 16-bit partial sum cannot overflow. The tail may run over `n`, never over the padded store. */
-MOE_CLONES static void moe_add_columns(int64_t *restrict dots, const uint8_t *restrict columns, ptrdiff_t stride,
-                                       const int32_t *restrict gids, const int32_t *restrict weights, int k, int wide,
-                                       ptrdiff_t n) {
-    for (ptrdiff_t base = 0; base < n; base += MOE_LANES) {
-        int64_t *restrict out = dots + base;
-        if (!wide) {
-            moe_shorts sum = {0};
-            uint16_t lanes[MOE_LANES];
-            for (int j = 0; j < k; j++) {
-                const moe_bytes column = *(const moe_bytes *)(columns + (ptrdiff_t)gids[j] * stride + base);
-                sum += __builtin_convertvector(column, moe_shorts);
-            }
-            memcpy(lanes, &sum, sizeof lanes);
-            for (int i = 0; i < MOE_LANES; i++) out[i] += lanes[i];
-        } else {
-            for (int j = 0; j < k; j++) {
-                const uint8_t *restrict column = columns + (ptrdiff_t)gids[j] * stride + base;
-                const int64_t weight = weights[j];
-                for (int i = 0; i < MOE_LANES; i++) out[i] += weight * column[i];
-            }
-        }
-    }
+/* Where in its column the byte of an entry lies (_columns.h says why). */
+static inline ptrdiff_t moe_place(ptrdiff_t entry) {
+    const ptrdiff_t lane = entry % MOE_LANES;
+    return entry - lane + 4 * (lane % (MOE_LANES / 4)) + lane / (MOE_LANES / 4);
 }
 
-/* Index of the largest dots[i] * inverse_norm[i], the lowest on ties; -1 when none is above zero. Non-negative floats
- * order as their bit patterns do, and an integer maximum vectorises without licence to reorder float arithmetic. */
-MOE_CLONES static ptrdiff_t moe_best(const int64_t *restrict dots, const float *restrict inverse_norm, ptrdiff_t n,
-                                     float *value) {
-    enum { BLOCK = 8 * MOE_LANES };
-    ptrdiff_t best = -1;
-    int32_t best_bits = 0;
-    for (ptrdiff_t base = 0; base < n; base += BLOCK) {
-        const int m = (int)(n - base < BLOCK ? n - base : BLOCK);
-        int32_t bits[BLOCK];
-        float scores[BLOCK];
-        int32_t top = 0;
-        for (int i = 0; i < m; i++) scores[i] = (float)dots[base + i] * inverse_norm[base + i];
-        memcpy(bits, scores, sizeof(int32_t) * (size_t)m);
-        for (int i = 0; i < m; i++) top = bits[i] > top ? bits[i] : top;
-        if (top > best_bits) {
-            best_bits = top;
-            for (int i = 0; i < m; i++)
-                if (bits[i] == top) { best = base + i; break; }
-        }
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "columns are read as little-endian words"
+#endif
+
+#ifdef MOE_X86
+/* target_clones would give both versions the same width, and a vector wider than a register lives in memory. */
+#define MOE_NAME moe_add_columns_512
+#define MOE_TARGET __attribute__((target("arch=x86-64-v4")))
+#define MOE_WIDTH 64
+#define MOE_VECTOR(name) moe_##name##_512
+#include "_columns.h"
+#endif
+
+#define MOE_NAME moe_add_columns_256
+#define MOE_TARGET MOE_CLONES_256
+#define MOE_WIDTH 32
+#define MOE_VECTOR(name) moe_##name##_256
+#include "_columns.h"
+
+static void moe_add_columns(double *dots, const uint8_t *columns, ptrdiff_t stride, const int32_t *gids,
+                            const int32_t *weights, int k, int wide, double scale, ptrdiff_t n) {
+#ifdef MOE_X86
+    if (__builtin_cpu_supports("x86-64-v4")) {
+        moe_add_columns_512(dots, columns, stride, gids, weights, k, wide, scale, n);
+        return;
     }
-    memcpy(value, &best_bits, sizeof(float));
-    return best;
+#endif
+    moe_add_columns_256(dots, columns, stride, gids, weights, k, wide, scale, n);
+}
+
+/* Numbers of the blocks with an entry of dots[i] * inverse_norm[i] >= least, ascending; returns how many. */
+MOE_CLONES static ptrdiff_t moe_reaching(int32_t *restrict blocks, const double *restrict dots,
+                                         const float *restrict inverse_norm, ptrdiff_t n, float least) {
+    ptrdiff_t found = 0;
+    for (ptrdiff_t base = 0; base < n; base += MOE_LANES) {
+        int32_t any = 0;
+        for (int i = 0; i < MOE_LANES; i++) any |= -((float)dots[base + i] * inverse_norm[base + i] >= least);
+        blocks[found] = (int32_t)(base / MOE_LANES);
+        found += any != 0;
+    }
+    return found;
 }
 
 /* out[e] = product over the `n` given experts i of P(e | i) / P(e): how much more often than usual e followed each.

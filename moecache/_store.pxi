@@ -1,19 +1,20 @@
 # Included by _core.pyx: what finished requests did (HistoryStore) and what a running one has done so far
 # (RequestState).
 
-cdef struct Overflow:
-    # Entries whose count in one column does not fit a byte, and by how much.
-    int32_t size, room
-    int32_t *entry
-    int32_t *extra
+# Most best matches that can be asked for at once.
+cdef enum:
+    MAX_BEST = 16
+# A float32 score is this close to its true value, with room to spare: three roundings of 2^-24.
+cdef double NEARLY = 1 - 1.0 / (1 << 21)
 
 
 cdef class HistoryStore:
     """Activation matrices of finished requests, transposed, with what they say about the next step.
 
-    ``columns[gid][i]`` is a byte, so that routing k experts adds k contiguous columns to a running dot product. Counts
-    above 255
-    keep the rest in a side table: the sums are exact integers.
+    ``columns[gid][i]`` is a byte, so that routing k experts adds k contiguous columns to a running dot product. The high
+    bytes of counts above 255 lie in columns of their own, made when the first such count comes: the sums are exact whole
+    numbers. Memory is 5 bytes per request and expert, 6 with high bytes, and a running request's dot products take 8
+    bytes per stored request.
 
     Parameters
     ----------
@@ -26,15 +27,18 @@ cdef class HistoryStore:
     cdef readonly int32_t num_layers, num_gids, capacity, size
     cdef readonly int64_t finished, replaced, tokens
     cdef readonly object prompt_counts, decode_counts, total, transitions, origins, successions, followed, num_experts
+    cdef readonly object written
     cdef Py_ssize_t stride
     cdef int32_t[::1] experts, layer_offset
-    cdef uint8_t[::1] columns
+    cdef uint8_t[::1] columns, high
+    cdef int32_t[::1] high_entries
     cdef float[::1] inverse_norm
+    cdef double[::1] square
+    cdef int64_t[::1] written_view
     cdef float[:, ::1] row_inverse
     cdef uint16_t[:, ::1] prompt, decode
     cdef int64_t[::1] total_view, transition_offset, succession_offset
     cdef uint32_t[::1] transition_view, origin_view, succession_view, followed_view
-    cdef Overflow *overflow
     cdef list active
 
     def __cinit__(self, num_experts, int32_t capacity):
@@ -46,7 +50,12 @@ cdef class HistoryStore:
         self.capacity = capacity
         self.stride = (capacity + 63) // 64 * 64
         self.columns = np.zeros(self.num_gids * self.stride, np.uint8)
+        self.high = np.zeros(0, np.uint8)
+        self.high_entries = np.zeros(self.num_gids, np.int32)
         self.inverse_norm = np.zeros(self.stride, np.float32)
+        self.square = np.zeros(self.stride, np.float64)
+        self.written = np.full(capacity, -1, np.int64)
+        self.written_view = self.written
         self.row_inverse = np.zeros((capacity, self.num_layers), np.float32)
         self.prompt_counts = np.zeros((capacity, self.num_gids), np.uint16)
         self.decode_counts = np.zeros((capacity, self.num_gids), np.uint16)
@@ -66,81 +75,56 @@ cdef class HistoryStore:
         self.succession_view = self.successions
         self.followed = np.zeros(self.num_gids, np.uint32)
         self.followed_view = self.followed
-        self.overflow = <Overflow *> calloc(self.num_gids, sizeof(Overflow))
-        if self.overflow == NULL:
-            raise MemoryError()
         self.active = []
 
-    def __dealloc__(self):
-        cdef int32_t gid
-        if self.overflow != NULL:
-            for gid in range(self.num_gids):
-                free(self.overflow[gid].entry)
-                free(self.overflow[gid].extra)
-            free(self.overflow)
-
-    cdef int _push_overflow(self, int32_t gid, int32_t entry, int32_t extra) except -1:
-        cdef Overflow *table = &self.overflow[gid]
-        cdef int32_t room
-        if table.size == table.room:
-            room = 2 * table.room + 4
-            table.entry = <int32_t *> realloc(table.entry, room * sizeof(int32_t))
-            table.extra = <int32_t *> realloc(table.extra, room * sizeof(int32_t))
-            if table.entry == NULL or table.extra == NULL:
-                raise MemoryError()
-            table.room = room
-        table.entry[table.size] = entry
-        table.extra[table.size] = extra
-        table.size += 1
-        return 0
-
-    cdef void _drop_overflow(self, int32_t gid, int32_t entry) noexcept nogil:
-        cdef Overflow *table = &self.overflow[gid]
-        cdef int32_t i
-        for i in range(table.size):
-            if table.entry[i] == entry:
-                table.size -= 1
-                table.entry[i] = table.entry[table.size]
-                table.extra[i] = table.extra[table.size]
-                return
-
-    cdef void add_columns(self, int64_t *dots, const int32_t *gids, const int32_t *weights, int k,
+    cdef void add_columns(self, double *dots, const int32_t *gids, const int32_t *weights, int k,
                           bint wide) noexcept nogil:
         cdef int j
-        cdef int32_t i
-        cdef Overflow *table
-        moe_add_columns(dots, &self.columns[0], self.stride, gids, weights, k, wide, self.size)
+        moe_add_columns(dots, &self.columns[0], self.stride, gids, weights, k, wide, 1, self.size)
         for j in range(k):
-            table = &self.overflow[gids[j]]
-            for i in range(table.size):
-                dots[table.entry[i]] += <int64_t> weights[j] * table.extra[i]
+            if self.high_entries[gids[j]]:
+                moe_add_columns(dots, &self.high[0], self.stride, &gids[j], &weights[j], 1, wide, 256, self.size)
+
+    cdef inline int32_t joined(self, int32_t entry, int32_t gid) noexcept nogil:
+        # What the columns hold of an entry.
+        return min(<int32_t> self.prompt[entry, gid] + self.decode[entry, gid], 65535)
 
     cdef int _write(self, int32_t entry, const uint16_t[::1] prompt, const uint16_t[::1] decode) except -1:
         cdef int32_t gid, layer, count
+        cdef Py_ssize_t place = moe_place(entry), at
         cdef int64_t square = 0, row
         for layer in range(self.num_layers):
             row = 0
             for gid in range(self.layer_offset[layer], self.layer_offset[layer + 1]):
-                if <int32_t> self.prompt[entry, gid] + self.decode[entry, gid] > 255:
-                    self._drop_overflow(gid, entry)
-                count = <int32_t> prompt[gid] + decode[gid]
+                at = gid * self.stride + place
+                self.high_entries[gid] -= self.joined(entry, gid) > 255
                 self.prompt[entry, gid], self.decode[entry, gid] = prompt[gid], decode[gid]
-                self.columns[gid * self.stride + entry] = count if count < 255 else 255
-                if count > 255:
-                    self._push_overflow(gid, entry, count - 255)
+                count = self.joined(entry, gid)
+                if count > 255 and not self.high.shape[0]:
+                    self.high = np.zeros(self.columns.shape[0], np.uint8)
+                self.high_entries[gid] += count > 255
+                self.columns[at] = count & 255
+                if self.high.shape[0]:
+                    self.high[at] = count >> 8
                 square += <int64_t> count * count
                 row += count
             self.row_inverse[entry, layer] = 1.0 / row if row else 0.0
+        self.square[entry] = square
         self.inverse_norm[entry] = 1.0 / sqrt(<double> square) if square else 0.0
+        self.written_view[entry] = self.finished
         return 0
 
+    def order(self):
+        """int64 array [size]: the entries, oldest first. An entry is as old as the request that it holds now."""
+        return np.argsort(self.written[:self.size])
+
     def add(self, prompt, decode, int64_t tokens, RequestState request=None):
-        """Keep one finished request; a full store gives up the entry that resembles it most.
+        """Keep one finished request; a full store gives up the entry that resembles it most, the oldest of several.
 
         Parameters
         ----------
         prompt, decode : integer array [M]
-            Activation counts by gid. Counts above 65535 are kept as 65535.
+            Activation counts by gid. Counts above 65535 are kept as 65535, and their sum is matched as at most that.
         tokens : int
             Tokens the counts stand for.
         request : RequestState, optional
@@ -152,7 +136,6 @@ cdef class HistoryStore:
             The entry written, or -1 for a request that routed nothing.
         """
         cdef int32_t entry
-        cdef float similarity = 0
         cdef RequestState other
         cdef const uint16_t[::1] p = np.minimum(prompt, 65535).astype(np.uint16)
         cdef const uint16_t[::1] d = np.minimum(decode, 65535).astype(np.uint16)
@@ -168,8 +151,11 @@ cdef class HistoryStore:
             if request is None:
                 request = RequestState(self, -1)
                 request.load(joined)
-            entry = <int32_t> moe_best(&request.dots[0], &self.inverse_norm[0], self.size, &similarity)
-            entry = max(entry, 0)
+            entry = request.find_best(1, True)
+            if entry == 0:   # nothing in common with any
+                entry = <int32_t> self.written.argmin()
+            else:
+                entry = request.best[0]
             self.replaced += 1
         self._write(entry, p, d)
         self.finished += 1
@@ -226,12 +212,16 @@ cdef class RequestState:
     cdef readonly HistoryStore store
     cdef readonly int64_t number, prompt_tokens, decode_tokens
     cdef readonly object prompt_counts, decode_counts
-    cdef int64_t[::1] prompt, decode, dots, row_sum
+    cdef int64_t[::1] prompt, decode, row_sum
+    cdef double[::1] dots
     cdef float[::1] fast, slow, surge
     cdef double[::1] work
     cdef int64_t square
-    cdef int32_t best
-    cdef float best_similarity
+    # The best matches found last, best first: the first `num_best` still are the best, all `num_found` are entries.
+    cdef int num_best, num_found
+    cdef int32_t[MAX_BEST] best
+    cdef double[MAX_BEST] best_key
+    cdef int32_t[::1] blocks
     cdef int32_t rows
     cdef int32_t previous_layer, previous_k
     cdef Py_ssize_t previous_tokens
@@ -245,7 +235,8 @@ cdef class RequestState:
         self.prompt_counts = np.zeros(store.num_gids, np.int64)
         self.decode_counts = np.zeros(store.num_gids, np.int64)
         self.prompt, self.decode = self.prompt_counts, self.decode_counts
-        self.dots = np.zeros(store.stride, np.int64)
+        self.dots = np.zeros(store.stride, np.float64)
+        self.blocks = np.zeros(store.stride // MOE_LANES, np.int32)
         self.row_sum = np.zeros(store.num_layers, np.int64)
         self.fast = np.zeros(store.num_gids, np.float32)
         self.slow = np.zeros(store.num_gids, np.float32)
@@ -254,7 +245,6 @@ cdef class RequestState:
         self.last_ids = np.full((store.num_layers, MAX_SUCCESSION), -1, np.int32)
         self.last_tokens = np.zeros(store.num_layers, np.int32)
         self.last_k = np.zeros(store.num_layers, np.int32)
-        self.best = -1
         self.rows = 1
         self.previous_layer = -1
 
@@ -277,12 +267,11 @@ cdef class RequestState:
     cdef void refresh(self, int32_t entry) noexcept:
         # An entry was written under a running request: its dot product starts over.
         cdef int32_t gid
-        cdef int64_t stored, total = 0
+        cdef int64_t total = 0
         for gid in range(self.store.num_gids):
-            stored = <int64_t> self.store.prompt[entry, gid] + self.store.decode[entry, gid]
-            total += (self.prompt[gid] + self.decode[gid]) * stored
+            total += (self.prompt[gid] + self.decode[gid]) * self.store.joined(entry, gid)
         self.dots[entry] = total
-        self.best = -1
+        self.num_best = 0
 
     cdef void _count(self, const int32_t *gids, const int32_t *weights, int n, bint decode) noexcept nogil:
         cdef int j
@@ -296,52 +285,127 @@ cdef class RequestState:
             wide |= weights[j] != 1
         if self.store.size:
             self.store.add_columns(&self.dots[0], gids, weights, n, wide)
-        self.best = -1
+        self.num_best = 0
+
+    cdef inline double _key(self, int32_t entry) noexcept nogil:
+        # Orders entries as the cosine does; equal for equal cosines as long as the dot product is below 2^26.
+        return self.dots[entry] * self.dots[entry] / self.store.square[entry]
+
+    cdef inline bint _before(self, double key, int32_t entry, int i, bint oldest) noexcept nogil:
+        # Whether an entry goes before the i-th best. Of equally similar ones the newest comes first, or the oldest.
+        if key != self.best_key[i]:
+            return key > self.best_key[i]
+        return (self.store.written_view[entry] > self.store.written_view[self.best[i]]) != oldest
+
+    cdef int find_best(self, int p, bint oldest) noexcept nogil:
+        # The p entries of largest cosine similarity into `best`, best first; returns how many have any. One scan marks the
+        # blocks that reach what the best ones of the last time are worth now, which seldom are more than they; those are
+        # looked at in full precision.
+        cdef double least = 0
+        cdef float least_score
+        cdef int i, size = 0
+        cdef int32_t entry
+        cdef Py_ssize_t n, block, marked
+        if self.num_found >= p:
+            least = self._key(self.best[0])
+            for i in range(1, p):
+                least = min(least, self._key(self.best[i]))
+        least_score = max(<float> (sqrt(least) * NEARLY), <float> 1e-30)
+        marked = moe_reaching(&self.blocks[0], &self.dots[0], &self.store.inverse_norm[0], self.store.size, least_score)
+        for n in range(marked):
+            block = <Py_ssize_t> self.blocks[n] * MOE_LANES
+            for entry in range(<int32_t> block, <int32_t> min(block + MOE_LANES, self.store.size)):
+                if <float> self.dots[entry] * self.store.inverse_norm[entry] >= least_score:
+                    size = self._offer(entry, size, p, oldest)
+                    if size == p:
+                        least_score = max(least_score, <float> (sqrt(self.best_key[p - 1]) * NEARLY))
+        self.num_found = size
+        self.num_best = 0 if oldest else size
+        return size
+
+    cdef inline int _offer(self, int32_t entry, int size, int p, bint oldest) noexcept nogil:
+        cdef double key = self._key(entry)
+        cdef int i
+        if size == p:
+            if not self._before(key, entry, p - 1, oldest):
+                return size
+            i = p - 1
+        else:
+            i = size
+            size += 1
+        while i > 0 and self._before(key, entry, i - 1, oldest):
+            self.best[i], self.best_key[i] = self.best[i - 1], self.best_key[i - 1]
+            i -= 1
+        self.best[i], self.best_key[i] = entry, key
+        return size
 
     cdef int32_t match(self) noexcept nogil:
         # The entry of largest cosine similarity; -1 when nothing is stored or nothing in common.
-        if self.best < 0 and self.store.size:
-            self.best = <int32_t> moe_best(&self.dots[0], &self.store.inverse_norm[0], self.store.size,
-                                           &self.best_similarity)
-        return self.best
+        if self.num_best == 0 and self.find_best(1, False) == 0:
+            return -1
+        return self.best[0]
 
-    def match_step(self, int32_t layer, const int32_t[::1] ids):
+    def matches(self, int p):
+        """The best matches among the stored requests.
+
+        Parameters
+        ----------
+        p : int
+            How many, at most 16.
+
+        Returns
+        -------
+        (int32 array, float64 array)
+            Entries and cosine similarities, the largest first and of equal ones the newest. Fewer than `p` where fewer
+            have anything in common with the request.
+        """
+        if not 1 <= p <= MAX_BEST:
+            raise ValueError(f"{p} matches: expected 1..{MAX_BEST}")
+        cdef int n = self.find_best(p, False), i
+        entries = np.array([self.best[i] for i in range(n)], np.int32)
+        return entries, np.sqrt(np.array([self.best_key[i] for i in range(n)], np.float64) / max(self.square, 1))
+
+    def match_step(self, int32_t layer, uintptr_t ids, int k):
         """Count one token's experts at one layer and return the best match.
 
         Parameters
         ----------
         layer : int
-        ids : int32 array [k]
-            Distinct experts of the layer.
+        ids : int
+            Address of `k` distinct experts of the layer, int32.
+        k : int
+            At most 64.
 
         Returns
         -------
         (int, float)
             Entry and cosine similarity; (-1, 0.0) when nothing stored has anything in common.
         """
+        cdef const int32_t *experts = <const int32_t *> ids
         cdef int32_t[64] gids
         cdef int32_t[64] weights
-        cdef int j, k = <int> ids.shape[0]
-        if not 0 <= layer < self.store.num_layers or k > 64:
+        cdef int j
+        cdef int32_t entry
+        if not 0 <= layer < self.store.num_layers or not 0 <= k <= 64:
             raise RoutingError(
                 f"layer {layer} with {k} ids: expected a layer below {self.store.num_layers} and at most 64 ids")
         for j in range(k):
-            if not 0 <= ids[j] < self.store.experts[layer]:
-                raise RoutingError(f"layer {layer}: expert {ids[j]} is outside 0..{self.store.experts[layer] - 1}")
-            gids[j] = self.store.layer_offset[layer] + ids[j]
+            if not 0 <= experts[j] < self.store.experts[layer]:
+                raise RoutingError(f"layer {layer}: expert {experts[j]} is outside 0..{self.store.experts[layer] - 1}")
+            gids[j] = self.store.layer_offset[layer] + experts[j]
             weights[j] = 1
         self.row_sum[layer] += k
         self._count(gids, weights, k, True)
         entry = self.match()
         if entry < 0:
             return -1, 0.0
-        return entry, self.best_similarity / sqrt(<double> self.square)
+        return entry, sqrt(self.best_key[0] / self.square)
 
     def similarities(self):
         """float64 array [size]: cosine similarity to every stored request; zero where either side is empty."""
         size = self.store.size
-        dots = np.asarray(self.dots)[:size] * np.asarray(self.store.inverse_norm)[:size].astype(np.float64)
-        return dots / sqrt(<double> self.square) if self.square else dots
+        square = np.asarray(self.store.square)[:size] * max(self.square, 1)
+        return np.asarray(self.dots)[:size] / np.sqrt(np.where(square, square, 1))
 
     cdef float ratio(self, int32_t gid, int32_t layer) noexcept nogil:
         # Share of the layer's activations that went to the expert in the best matching request, or in this one before

@@ -6,6 +6,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
@@ -57,6 +58,7 @@ class HistoryReference:
         self.capacity = capacity
         self.prompt: list[Counts] = []
         self.decode: list[Counts] = []
+        self.written: list[int] = []  # how many requests had been kept before the entry's own
         self.total = np.zeros(self.layout.total, np.int64)
         self.tokens = self.replaced = 0
         following = [*num_experts[1:], num_experts[0]]
@@ -67,41 +69,48 @@ class HistoryReference:
 
     @property
     def entries(self) -> list[Counts]:
-        return [p + d for p, d in zip(self.prompt, self.decode, strict=True)]
+        return [np.minimum(p + d, 65535) for p, d in zip(self.prompt, self.decode, strict=True)]
 
     def similarities(self, counts: Counts) -> NDArray[np.float64]:
         return np.array([cosine(counts, entry) for entry in self.entries], np.float64)
 
-    def replaceable(self, counts: Counts) -> list[int]:
-        """Entries a full store may give up for `counts`: the most similar, and what float32 takes for it."""
-        return nearest(self.similarities(counts)) or [0]
+    def ranked(self, counts: Counts, oldest_first: bool = False) -> list[int]:
+        """Entries that have anything in common with `counts`: most similar first, the newest first of equal ones."""
+        keys = {}
+        for i, entry in enumerate(self.entries):
+            dot = int(counts.astype(object) @ entry.astype(object))
+            if dot:
+                keys[i] = Fraction(dot * dot, int(entry.astype(object) @ entry.astype(object)))
+        sign = 1 if oldest_first else -1
+        return sorted(keys, key=lambda i: (-keys[i], sign * self.written[i]))
 
-    def add(self, prompt: Counts, decode: Counts, tokens: int, entry: int | None = None) -> None:
-        """`entry`: which of the `replaceable` was taken."""
+    def replaceable(self, counts: Counts) -> int:
+        """The entry that a full store gives up for `counts`: the most similar, the oldest of equal ones."""
+        return next(iter(self.ranked(counts, oldest_first=True)), int(np.argmin(self.written)))
+
+    def add(self, prompt: Counts, decode: Counts, tokens: int) -> int:
+        """The entry written, -1 for an empty request."""
         if not (prompt + decode).any():
-            return
+            return -1
         kept = [np.minimum(counts, 65535) for counts in (prompt, decode)]
         if len(self.prompt) < self.capacity:
+            entry = len(self.prompt)
             self.prompt.append(kept[0])
             self.decode.append(kept[1])
+            self.written.append(len(self.written))
         else:
-            assert entry in self.replaceable(prompt + decode)
+            entry = self.replaceable(prompt + decode)
             self.prompt[entry], self.decode[entry] = kept
+            self.written[entry] = max(self.written) + 1
             self.replaced += 1
         self.total += prompt + decode
         self.tokens += tokens
+        return entry
 
 
 def cosine(a: Counts, b: Counts) -> float:
     norm = float(np.linalg.norm(a.astype(np.float64)) * np.linalg.norm(b.astype(np.float64)))
     return float(a.astype(np.float64) @ b.astype(np.float64)) / norm if norm else 0.0
-
-
-def nearest(similarities: NDArray[np.float64]) -> list[int]:
-    """Indices of the largest positive similarity, lowest first, with all that float32 may mistake for it."""
-    if not len(similarities) or similarities.max() <= 0:
-        return []
-    return [int(i) for i in np.flatnonzero(similarities >= similarities.max() * (1 - 1e-6))]
 
 
 class RequestReference:
@@ -183,11 +192,10 @@ class RequestReference:
                         self.history.transitions[before][e, following] += 1
         self.previous = layer, seen
 
-    def ratios(self) -> list[NDArray[np.float64]]:
-        """Shares within the layers of the best match (each that float32 cannot tell from it); of itself before any."""
-        matches = nearest(self.history.similarities(self.counts))
-        matrices = [self.history.entries[i] for i in matches] or [self.counts]
-        return [self._shares(matrix) for matrix in matrices]
+    def ratios(self) -> NDArray[np.float64]:
+        """Shares within the layers of the best match; of the request itself before there is any."""
+        best = self.history.ranked(self.counts)[:1]
+        return self._shares(self.history.entries[best[0]] if best else self.counts)
 
     def _shares(self, matrix: Counts) -> NDArray[np.float64]:
         shares = np.zeros(self.layout.total)
@@ -221,10 +229,10 @@ class Estimates:
         self.refresh()
         return self.requests[-1]
 
-    def end(self, request: RequestReference, keep: bool, entry: int | None) -> None:
+    def end(self, request: RequestReference, keep: bool) -> None:
         self.requests.remove(request)
         if keep:
-            self.history.add(request.prompt, request.decode, request.prompt_tokens + request.decode_tokens, entry)
+            self.history.add(request.prompt, request.decode, request.prompt_tokens + request.decode_tokens)
             self.refresh_prior()
         self.refresh()
 
@@ -358,6 +366,13 @@ def call_route(
         0 if mask is None else mask.ctypes.data,
         sentinel,
     )
+
+
+def call_match(request: Any, layer: int, ids: Sequence[int]) -> tuple[int, float]:
+    """`RequestState.match_step` with a list instead of an address."""
+    array = np.array(ids, np.int32)
+    found: tuple[int, float] = request.match_step(layer, array.ctypes.data, len(array))
+    return found
 
 
 def run_step(core: Any, step: Any) -> list[int]:

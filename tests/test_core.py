@@ -18,9 +18,9 @@ from reference_core import (
     Estimates,
     HistoryReference,
     SlotTable,
+    call_match,
     call_route,
     make_score,
-    nearest,
     run_step,
 )
 
@@ -76,8 +76,7 @@ def stores(draw: st.DrawFn, largest: int = 300) -> tuple[HistoryStore, HistoryRe
     for _ in range(draw(st.integers(0, 9))):
         prompt, decode = matrix(draw, reference.layout.total, largest), matrix(draw, reference.layout.total, largest)
         tokens = draw(st.integers(0, 1000))
-        entry = store.add(prompt, decode, tokens)
-        reference.add(prompt, decode, tokens, entry)
+        assert store.add(prompt, decode, tokens) == reference.add(prompt, decode, tokens)
     return store, reference
 
 
@@ -128,12 +127,52 @@ def test_a_full_store_gives_up_the_most_similar_entry() -> None:
     np.testing.assert_array_equal(store.decode_counts, [entries[0], new, entries[2]])
 
 
-def test_equally_similar_entries_lose_the_lowest_first() -> None:
-    store = HistoryStore(np.array([4], np.int32), 2)
-    one, nothing = np.array([1, 0, 0, 0], np.int64), np.zeros(4, np.int64)
-    store.add(one, nothing, 1)
-    store.add(one, nothing, 1)
-    assert store.add(one, nothing, 1) == 0
+def test_of_equally_similar_entries_the_newest_matches_and_the_oldest_goes() -> None:
+    store = HistoryStore(np.array([4], np.int32), 3)
+    one, nothing = np.array([1, 2, 0, 0], np.int64), np.zeros(4, np.int64)
+    query = np.array([3, 1, 0, 0], np.int64)
+    for n in range(3):
+        assert store.add(one * (n + 1), nothing, 1) == n
+    assert loaded(store, query).matches(3)[0].tolist() == [2, 1, 0]
+    # Replaced in place, entry 0 becomes the newest.
+    assert store.add(one * 7, nothing, 1) == 0
+    assert loaded(store, query).matches(2)[0].tolist() == [0, 2]
+    assert store.order().tolist() == [1, 2, 0]
+    assert store.add(one, nothing, 1) == 1
+    # Nothing in common with any: the oldest goes.
+    assert store.add(np.array([0, 0, 1, 0], np.int64), nothing, 1) == 2
+
+
+@given(st.integers(0, 10_000), st.sampled_from([3, 64, 65, 200, 700]), st.sampled_from([2, 40, 3000, 200_000]))
+@settings(SETTINGS, max_examples=40)
+def test_the_best_matches_of_many_entries(seed: int, stored: int, largest: int) -> None:
+    # More entries than one block of the scan, few distinct ones among them, so that many are equally similar.
+    rng = np.random.default_rng(seed)
+    store, reference = HistoryStore(np.array([7, 5], np.int32), stored), HistoryReference((7, 5), stored)
+    kinds = rng.integers(0, largest, (max(2, stored // 4), 12)) * (rng.random((max(2, stored // 4), 12)) < 0.5)
+    for counts in kinds[rng.integers(0, len(kinds), stored)]:
+        nothing = np.zeros_like(counts)
+        assert store.add(counts, nothing, 1) == reference.add(counts, nothing, 1)
+    request, counts = RequestState(store, 0), np.zeros(12, np.int64)
+    for _ in range(6):
+        layer = int(rng.integers(2))
+        ids = rng.permutation((7, 5)[layer])[: rng.integers(1, 4)]
+        counts[ids + 7 * layer] += 1
+        entry, _ = call_match(request, layer, ids)
+        ranked = reference.ranked(counts)
+        assert entry == (ranked or [-1])[0]
+        for p in (1, 4, 16):
+            assert request.matches(p)[0].tolist() == ranked[:p]
+    counts = rng.integers(0, largest, 12)
+    assert loaded(store, counts).matches(16)[0].tolist() == reference.ranked(counts)[:16]
+
+
+def test_a_number_of_matches_that_cannot_be_asked_for() -> None:
+    request = RequestState(HistoryStore(np.array([3], np.int32), 2), 0)
+    for p in (0, 17):
+        with pytest.raises(ValueError, match=r"expected 1\.\.16"):
+            request.matches(p)
+    assert request.matches(3)[0].shape == (0,)
 
 
 def test_a_request_without_routing_is_not_stored() -> None:
@@ -145,7 +184,7 @@ def test_a_request_without_routing_is_not_stored() -> None:
 def test_an_empty_store_and_an_empty_request_have_similarity_zero() -> None:
     store = HistoryStore(np.array([3, 2], np.int32), 6)
     assert loaded(store, np.ones(5, np.int64)).similarities().shape == (0,)
-    assert RequestState(store, 0).match_step(0, np.array([1], np.int32)) == (-1, 0.0)
+    assert call_match(RequestState(store, 0), 0, [1]) == (-1, 0.0)
     for entry in np.eye(5, dtype=np.int64)[:3]:
         store.add(entry, np.zeros(5, np.int64), 1)
     np.testing.assert_array_equal(RequestState(store, 0).similarities(), [0, 0, 0])
@@ -158,8 +197,8 @@ def test_empty_entries_never_win_the_search() -> None:
     for entry in entries:
         store.add(entry, np.zeros(6, np.int64), 5)
     request = RequestState(store, 0)
-    assert request.match_step(0, np.array([1], np.int32))[0] == 1
-    entry, similarity = request.match_step(1, np.array([1], np.int32))
+    assert call_match(request, 0, [1])[0] == 1
+    entry, similarity = call_match(request, 1, [1])
     assert (entry, similarity) == (1, pytest.approx(1.0, rel=1e-6))
 
 
@@ -183,11 +222,15 @@ def test_the_running_match_equals_a_search_from_scratch(
         experts = reference.layout.num_experts[layer]
         ids = data.draw(st.lists(st.integers(0, experts - 1), min_size=1, max_size=min(4, experts), unique=True))
         counts[np.array(ids) + reference.layout.offset[layer]] += 1
-        entry, similarity = request.match_step(layer, np.array(ids, np.int32))
-        expected = reference.similarities(counts)
-        best = nearest(expected)
-        assert entry in (best or [-1])
-        assert similarity == pytest.approx(expected.max() if best else 0.0, rel=1e-6)
+        entry, similarity = call_match(request, layer, ids)
+        ranked = reference.ranked(counts)
+        assert entry == (ranked[0] if ranked else -1)
+        assert similarity == pytest.approx(reference.similarities(counts)[entry] if ranked else 0.0, rel=1e-14)
+        if data.draw(st.booleans()):
+            p = data.draw(st.integers(1, 16))
+            entries, similarities = request.matches(p)
+            assert entries.tolist() == ranked[:p]
+            np.testing.assert_allclose(similarities, reference.similarities(counts)[entries], rtol=1e-14)
         np.testing.assert_array_equal(request.counts, counts)
 
 
@@ -195,10 +238,10 @@ def test_match_step_refuses_bad_numbers() -> None:
     request = RequestState(HistoryStore(np.array([3, 2], np.int32), 2), 0)
     for layer, ids in [(2, [0]), (-1, [0]), (1, [2]), (0, [-1]), (0, [0] * 65)]:
         with pytest.raises(RoutingError):
-            request.match_step(layer, np.array(ids, np.int32))
+            call_match(request, layer, ids)
     # Every id is checked before the first is counted.
     with pytest.raises(RoutingError):
-        request.match_step(0, np.array([1, 9], np.int32))
+        call_match(request, 0, [1, 9])
     assert not request.counts.any()
 
 
@@ -219,20 +262,12 @@ class Twins:
 
     def end(self, n: int, keep: bool = True) -> None:
         state, request = self.pairs.pop(n)
-        stored = np.array(self.core.store.prompt_counts), np.array(self.core.store.decode_counts)
-        replaced = self.core.store.replaced
         self.core.end_request(state, keep)
-        entry = None
-        if self.core.store.replaced > replaced:
-            # Which entry went: of those allowed, the one that now holds the request.
-            changed = [
-                i
-                for i in range(self.core.store.size)
-                if (self.core.store.prompt_counts[i] != stored[0][i]).any()
-                or (self.core.store.decode_counts[i] != stored[1][i]).any()
-            ]
-            entry = changed[0] if changed else self.reference.replaceable(request.counts)[0]
-        self.estimates.end(request, keep, entry)
+        self.estimates.end(request, keep)
+        reference, store = self.reference, self.core.store
+        for entry, (prompt, decode) in enumerate(zip(reference.prompt, reference.decode, strict=True)):
+            np.testing.assert_array_equal(store.prompt_counts[entry], prompt)
+            np.testing.assert_array_equal(store.decode_counts[entry], decode)
 
     def route(self, n: int, layer: int, ids: list[list[int]], decode: bool, counted: list[bool] | None = None) -> Any:
         state, request = self.pairs[n]
@@ -608,12 +643,10 @@ def test_hits_and_victims_of_a_trace(policy: str, data: st.DataObject) -> None:
             estimates.refresh(layer)
             gids = table.touch(layer, ids)
             candidates = [g for g in range(history.layout.total) if kinds[history.layout.layer_of[g]] == kinds[layer]]
-            scores = [
-                make_score(policy, table, estimates, layer, request, shares)
-                for shares in (request.ratios() if policy == "moe-infinity" else [None])
-            ]
-            assume(not any(table.ambiguous(gids, candidates, score) for score in scores))
-            check_fetches(step, table, gids, candidates, room[kinds[layer]], scores)
+            shares = request.ratios() if policy == "moe-infinity" else None
+            score = make_score(policy, table, estimates, layer, request, shares)
+            assume(not table.ambiguous(gids, candidates, score))
+            check_fetches(step, table, gids, candidates, room[kinds[layer]], score)
             run_step(core, step)
             core.release(step)
             assert {int(g): s for s, g in enumerate(core.slot_expert) if g >= 0} == table.slots
@@ -621,12 +654,12 @@ def test_hits_and_victims_of_a_trace(policy: str, data: st.DataObject) -> None:
         for state, request in pairs:
             keep = data.draw(st.booleans())
             core.end_request(state, keep)
-            estimates.end(request, keep, None)
+            estimates.end(request, keep)
     assert core.misses == core.demands - core.hits
 
 
 def check_fetches(
-    step: Any, table: SlotTable, gids: list[int], candidates: list[int], room: int, scores: list[Callable[[int], float]]
+    step: Any, table: SlotTable, gids: list[int], candidates: list[int], room: int, score: Callable[[int], float]
 ) -> None:
     """What a step fetches, and in whose place; then the table does the same."""
     missing = [gid for gid in gids if gid not in table.slots]
@@ -635,7 +668,7 @@ def check_fetches(
     assert fetched[:, 0].tolist() == missing
     tenant = {slot: gid for gid, slot in table.slots.items()}
     victims = [tenant[slot] for slot in fetched[:, 1].tolist() if slot in tenant]
-    assert victims in [table.victims(gids, candidates, wanted, score) for score in scores]
+    assert victims == table.victims(gids, candidates, wanted, score)
     assert all(slot not in tenant for slot in fetched[: len(missing) - wanted, 1].tolist())
     for gid, slot, _ in fetched.tolist():
         table.place(gid, slot)
