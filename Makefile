@@ -6,7 +6,6 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 EXTRAS := hf,plot,metrics,cli,dev
-BENCH_PEERS := faiss-cpu usearch simsimd
 
 INSTALLED := $(VENV)/.installed
 BUILT := $(VENV)/.built
@@ -38,7 +37,7 @@ $(BUILT): $(INSTALLED) $(NATIVE) setup.py setup.cfg
 	touch $@
 
 $(PEERS): $(INSTALLED)
-	$(PIP) install --quiet -c constraints.txt --only-binary :all: $(BENCH_PEERS) || echo "without some of: $(BENCH_PEERS)"
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation --editable '.[bench]'
 	touch $@
 
 demo: $(BUILT)

@@ -87,9 +87,18 @@ class HistoryStore:
     def num_experts(self) -> NDArray[np.int32]: ...
     @property
     def written(self) -> NDArray[np.int64]: ...
+    @property
+    def square(self) -> NDArray[np.float64]: ...
+    @property
+    def nbytes(self) -> int: ...
     def order(self) -> NDArray[np.int64]: ...
     def add(
-        self, prompt: NDArray[Any], decode: NDArray[Any], tokens: int, request: RequestState | None = None
+        self,
+        prompt: NDArray[Any],
+        decode: NDArray[Any],
+        tokens: int,
+        request: RequestState | None = None,
+        entry: int = -1,
     ) -> int: ...
     def restore(
         self,

@@ -1,6 +1,16 @@
 # Included by _core.pyx: what finished requests did (HistoryStore) and what a running one has done so far
 # (RequestState).
 
+cdef struct Tall:
+    # Entries whose count in one column does not fit a byte.
+    int32_t size, room
+    int32_t *entry
+
+
+# A list of tall entries is walked while it is this many times shorter than the store; a walk costs about a nanosecond an
+# entry, reading all high bytes a thirtieth.
+cdef enum:
+    FEW = 32
 # Most best matches that can be asked for at once.
 cdef enum:
     MAX_BEST = 16
@@ -27,13 +37,13 @@ cdef class HistoryStore:
     cdef readonly int32_t num_layers, num_gids, capacity, size
     cdef readonly int64_t finished, replaced, tokens
     cdef readonly object prompt_counts, decode_counts, total, transitions, origins, successions, followed, num_experts
-    cdef readonly object written
+    cdef readonly object written, square
     cdef Py_ssize_t stride
     cdef int32_t[::1] experts, layer_offset
     cdef uint8_t[::1] columns, high
-    cdef int32_t[::1] high_entries
+    cdef Tall *tall
     cdef float[::1] inverse_norm
-    cdef double[::1] square
+    cdef double[::1] square_view
     cdef int64_t[::1] written_view
     cdef float[:, ::1] row_inverse
     cdef uint16_t[:, ::1] prompt, decode
@@ -51,9 +61,9 @@ cdef class HistoryStore:
         self.stride = (capacity + 63) // 64 * 64
         self.columns = np.zeros(self.num_gids * self.stride, np.uint8)
         self.high = np.zeros(0, np.uint8)
-        self.high_entries = np.zeros(self.num_gids, np.int32)
         self.inverse_norm = np.zeros(self.stride, np.float32)
         self.square = np.zeros(self.stride, np.float64)
+        self.square_view = self.square
         self.written = np.full(capacity, -1, np.int64)
         self.written_view = self.written
         self.row_inverse = np.zeros((capacity, self.num_layers), np.float32)
@@ -75,15 +85,63 @@ cdef class HistoryStore:
         self.succession_view = self.successions
         self.followed = np.zeros(self.num_gids, np.uint32)
         self.followed_view = self.followed
+        self.tall = <Tall *> calloc(self.num_gids, sizeof(Tall))
+        if self.tall == NULL:
+            raise MemoryError()
         self.active = []
+
+    def __dealloc__(self):
+        cdef int32_t gid
+        if self.tall != NULL:
+            for gid in range(self.num_gids):
+                free(self.tall[gid].entry)
+            free(self.tall)
 
     cdef void add_columns(self, double *dots, const int32_t *gids, const int32_t *weights, int k,
                           bint wide) noexcept nogil:
-        cdef int j
+        cdef int32_t[64] many
+        cdef int32_t[64] heavy
+        cdef int j, n = 0
         moe_add_columns(dots, &self.columns[0], self.stride, gids, weights, k, wide, 1, self.size)
         for j in range(k):
-            if self.high_entries[gids[j]]:
-                moe_add_columns(dots, &self.high[0], self.stride, &gids[j], &weights[j], 1, wide, 256, self.size)
+            if self.tall[gids[j]].size * FEW < self.size:
+                self._add_tall(dots, gids[j], 256.0 * weights[j])
+                continue
+            many[n], heavy[n] = gids[j], weights[j]
+            n += 1
+            if n == 64:
+                moe_add_columns(dots, &self.high[0], self.stride, many, heavy, n, wide, 256, self.size)
+                n = 0
+        if n:
+            moe_add_columns(dots, &self.high[0], self.stride, many, heavy, n, wide, 256, self.size)
+
+    cdef inline void _add_tall(self, double *dots, int32_t gid, double weight) noexcept nogil:
+        cdef int32_t i, entry
+        for i in range(self.tall[gid].size):
+            entry = self.tall[gid].entry[i]
+            dots[entry] += weight * self.high[gid * self.stride + moe_place(entry)]
+
+    cdef int _push_tall(self, int32_t gid, int32_t entry) except -1:
+        cdef Tall *table = &self.tall[gid]
+        cdef int32_t room = 2 * table.room + 4
+        cdef int32_t *grown
+        if table.size == table.room:
+            grown = <int32_t *> realloc(table.entry, room * sizeof(int32_t))
+            if grown == NULL:
+                raise MemoryError()
+            table.entry, table.room = grown, room
+        table.entry[table.size] = entry
+        table.size += 1
+        return 0
+
+    cdef void _drop_tall(self, int32_t gid, int32_t entry) noexcept nogil:
+        cdef Tall *table = &self.tall[gid]
+        cdef int32_t i
+        for i in range(table.size):
+            if table.entry[i] == entry:
+                table.size -= 1
+                table.entry[i] = table.entry[table.size]
+                return
 
     cdef inline int32_t joined(self, int32_t entry, int32_t gid) noexcept nogil:
         # What the columns hold of an entry.
@@ -97,28 +155,38 @@ cdef class HistoryStore:
             row = 0
             for gid in range(self.layer_offset[layer], self.layer_offset[layer + 1]):
                 at = gid * self.stride + place
-                self.high_entries[gid] -= self.joined(entry, gid) > 255
+                if self.joined(entry, gid) > 255:
+                    self._drop_tall(gid, entry)
                 self.prompt[entry, gid], self.decode[entry, gid] = prompt[gid], decode[gid]
                 count = self.joined(entry, gid)
-                if count > 255 and not self.high.shape[0]:
-                    self.high = np.zeros(self.columns.shape[0], np.uint8)
-                self.high_entries[gid] += count > 255
+                if count > 255:
+                    if not self.high.shape[0]:
+                        self.high = np.zeros(self.columns.shape[0], np.uint8)
+                    self._push_tall(gid, entry)
                 self.columns[at] = count & 255
                 if self.high.shape[0]:
                     self.high[at] = count >> 8
                 square += <int64_t> count * count
                 row += count
             self.row_inverse[entry, layer] = 1.0 / row if row else 0.0
-        self.square[entry] = square
+        self.square_view[entry] = square
         self.inverse_norm[entry] = 1.0 / sqrt(<double> square) if square else 0.0
         self.written_view[entry] = self.finished
         return 0
+
+    @property
+    def nbytes(self):
+        """Bytes of memory, for all of `capacity` whether filled or not."""
+        arrays = (self.columns, self.high, self.inverse_norm, self.square, self.row_inverse, self.prompt_counts,
+                  self.decode_counts, self.written, self.total, self.transitions, self.origins, self.successions,
+                  self.followed)
+        return sum(np.asarray(array).nbytes for array in arrays)
 
     def order(self):
         """int64 array [size]: the entries, oldest first. An entry is as old as the request that it holds now."""
         return np.argsort(self.written[:self.size])
 
-    def add(self, prompt, decode, int64_t tokens, RequestState request=None):
+    def add(self, prompt, decode, int64_t tokens, RequestState request=None, int32_t entry=-1):
         """Keep one finished request; a full store gives up the entry that resembles it most, the oldest of several.
 
         Parameters
@@ -129,33 +197,35 @@ cdef class HistoryStore:
             Tokens the counts stand for.
         request : RequestState, optional
             The request itself, whose running dot products save a scan of the store.
+        entry : int, optional
+            Where to keep it; entries are filled in ascending order before any is replaced.
 
         Returns
         -------
         int
             The entry written, or -1 for a request that routed nothing.
         """
-        cdef int32_t entry
         cdef RequestState other
         cdef const uint16_t[::1] p = np.minimum(prompt, 65535).astype(np.uint16)
         cdef const uint16_t[::1] d = np.minimum(decode, 65535).astype(np.uint16)
         if p.shape[0] != self.num_gids or d.shape[0] != self.num_gids:
             raise ValueError(f"expected {self.num_gids} counts, got {p.shape[0]} and {d.shape[0]}")
+        if not -1 <= entry <= self.size or entry == self.capacity:
+            raise ValueError(f"entry {entry}: expected 0..{min(self.size, self.capacity - 1)}")
         joined = np.asarray(prompt, np.int64) + np.asarray(decode, np.int64)
         if not joined.any():
             return -1
-        if self.size < self.capacity:
+        if self.size < self.capacity and entry in (-1, self.size):
             entry = self.size
             self.size += 1
+        elif entry >= 0:
+            self.replaced += 1
         else:
             if request is None:
                 request = RequestState(self, -1)
                 request.load(joined)
-            entry = request.find_best(1, True)
-            if entry == 0:   # nothing in common with any
-                entry = <int32_t> self.written.argmin()
-            else:
-                entry = request.best[0]
+            # Nothing in common with any: the oldest.
+            entry = request.best[0] if request.find_best(1, True) else <int32_t> self.written.argmin()
             self.replaced += 1
         self._write(entry, p, d)
         self.finished += 1
@@ -166,30 +236,51 @@ cdef class HistoryStore:
         return entry
 
     def restore(self, total, int64_t tokens, transitions, origins, successions, followed):
-        """Put back what `add` and the requests had accumulated, after the entries were added again."""
+        """Put back what `add` and the requests had accumulated, after the entries were added again.
+
+        Counts may be larger than the store's own: those of a layer are halved together until they fit.
+        """
         self.total[:] = total
         self.tokens = tokens
-        self.transitions[:] = transitions
-        self.origins[:] = origins
-        self.successions[:] = successions
-        self.followed[:] = followed
+        for layer in range(self.num_layers):
+            first, end = self.layer_offset[layer], self.layer_offset[layer + 1]
+            following = self.layer_offset[(layer + 1) % self.num_layers + 1] - self.layer_offset[(layer + 1) % self.num_layers]
+            for table, sums, into, sums_into, at, width in (
+                (transitions, origins, self.transitions, self.origins, self.transition_offset[layer], following),
+                (successions, followed, self.successions, self.followed, self.succession_offset[layer], end - first),
+            ):
+                rows = slice(at, at + (end - first) * width)
+                largest = max(int(np.max(sums[first:end])), int(np.max(table[rows])))
+                halvings = max(0, largest.bit_length() - 31)
+                into[rows] = np.asarray(table[rows]) >> halvings
+                sums_into[first:end] = np.asarray(sums[first:end]) >> halvings
 
     cdef void learn_transitions(self, int32_t layer, const int32_t *before, const int32_t *after, Py_ssize_t tokens,
                                 int k_before, int k_after) noexcept nogil:
         # `after`: ids of the layer that follows, the first one following the last one.
         learn(&self.transition_view[self.transition_offset[layer]], &self.origin_view[self.layer_offset[layer]],
-              self.experts[layer + 1 if layer + 1 < self.num_layers else 0], before, after, tokens, k_before, k_after)
+              self.experts[layer], self.experts[layer + 1 if layer + 1 < self.num_layers else 0], before, after, tokens,
+              k_before, k_after)
 
     cdef void learn_successions(self, int32_t layer, const int32_t *before, const int32_t *after, Py_ssize_t tokens,
                                 int k_before, int k_after) noexcept nogil:
         # `after`: ids of the same layer for the next token.
         learn(&self.succession_view[self.succession_offset[layer]], &self.followed_view[self.layer_offset[layer]],
-              self.experts[layer], before, after, tokens, k_before, k_after)
+              self.experts[layer], self.experts[layer], before, after, tokens, k_before, k_after)
 
 
-cdef void learn(uint32_t *table, uint32_t *origins, int32_t width, const int32_t *before, const int32_t *after,
-                Py_ssize_t tokens, int k_before, int k_after) noexcept nogil:
-    # Row by row: each expert of `before` was followed by each of `after`.
+cdef void halve(uint32_t *table, uint32_t *origins, int32_t height, int32_t width) noexcept nogil:
+    cdef int64_t i
+    for i in range(height):
+        origins[i] >>= 1
+    for i in range(<int64_t> height * width):
+        table[i] >>= 1
+
+
+cdef void learn(uint32_t *table, uint32_t *origins, int32_t height, int32_t width, const int32_t *before,
+                const int32_t *after, Py_ssize_t tokens, int k_before, int k_after) noexcept nogil:
+    # Row by row: each expert of `before` was followed by each of `after`. A count that would leave 31 bits (what reads
+    # them is signed) halves the whole layer, so that every ratio stays and the old weighs half as much from then on.
     cdef Py_ssize_t t
     cdef int i, j
     cdef int32_t e
@@ -199,6 +290,8 @@ cdef void learn(uint32_t *table, uint32_t *origins, int32_t width, const int32_t
             e = before[t * k_before + i]
             if e < 0:
                 continue
+            if origins[e] >= 0x7fffffff:
+                halve(table, origins, height, width)
             origins[e] += 1
             row = &table[<int64_t> e * width]
             for j in range(k_after):
@@ -289,7 +382,7 @@ cdef class RequestState:
 
     cdef inline double _key(self, int32_t entry) noexcept nogil:
         # Orders entries as the cosine does; equal for equal cosines as long as the dot product is below 2^26.
-        return self.dots[entry] * self.dots[entry] / self.store.square[entry]
+        return self.dots[entry] * self.dots[entry] / self.store.square_view[entry]
 
     cdef inline bint _before(self, double key, int32_t entry, int i, bint oldest) noexcept nogil:
         # Whether an entry goes before the i-th best. Of equally similar ones the newest comes first, or the oldest.
@@ -404,7 +497,7 @@ cdef class RequestState:
     def similarities(self):
         """float64 array [size]: cosine similarity to every stored request; zero where either side is empty."""
         size = self.store.size
-        square = np.asarray(self.store.square)[:size] * max(self.square, 1)
+        square = self.store.square[:size] * max(self.square, 1)
         return np.asarray(self.dots)[:size] / np.sqrt(np.where(square, square, 1))
 
     cdef float ratio(self, int32_t gid, int32_t layer) noexcept nogil:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["Fingerprint", "History"]
 
 _FORMAT, _VERSION = "moecache.history", "1"
+# Counts of what followed what, in the order of HistoryStore.restore.
+_LEARNED = ("transitions", "origins", "successions", "followed")
 
 
 class Fingerprint(NamedTuple):
@@ -105,43 +107,124 @@ class History:
         request.load(np.asarray(counts, np.int64))
         return np.asarray(request.similarities())
 
-    def merge(self, other: History) -> None:
-        """Add another history's requests and transitions to this one.
+    def match_many(self, counts: np.ndarray, parallel: bool = False) -> np.ndarray:
+        """:meth:`match` for many activation matrices at once, for offline work (compiled with Numba).
+
+        Parameters
+        ----------
+        counts : integer array ``[n, experts of all layers]``
+        parallel : bool
+            On all cores.
+
+        Returns
+        -------
+        float64 array ``[n, len(self)]``
+        """
+        store = self.store
+        dots, square = self._dots(counts, parallel)
+        norms = np.sqrt(np.maximum(square, 1)[:, None] * np.maximum(store.square[: store.size], 1))
+        return np.asarray(dots / norms)
+
+    def best_matches(self, counts: np.ndarray, top: int, parallel: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """The requests most similar to each of many activation matrices.
+
+        Parameters
+        ----------
+        counts : integer array ``[n, experts of all layers]``
+        top : int
+            How many for each.
+        parallel : bool
+            On all cores.
+
+        Returns
+        -------
+        (int32 array, float64 array) ``[n, top]``
+            Entries and cosine similarities, the largest first and of equal ones the newest; -1 and 0 where fewer have
+            anything in common.
+        """
+        from .batch import best_of_each
+
+        store = self.store
+        dots, square = self._dots(counts, parallel)
+        entries, keys = best_of_each(dots, store.square[: store.size], store.written[: store.size], top)
+        return entries, np.sqrt(keys / np.maximum(square, 1)[:, None])
+
+    def _dots(self, counts: np.ndarray, parallel: bool) -> tuple[np.ndarray, np.ndarray]:
+        # Dot products with every entry, and the squared norms of the queries.
+        from .batch import dot_products
+
+        counts = np.asarray(counts)
+        experts = sum(self.fingerprint.num_experts)
+        if counts.ndim != 2 or counts.shape[1] != experts or counts.dtype.kind not in "iu" or (counts < 0).any():
+            raise HistoryFormatError(
+                f"counts are {counts.dtype} {counts.shape}; expected non-negative integers [n, {experts}]"
+            )
+        store = self.store
+        rows = matched_counts(store.prompt_counts[: store.size], store.decode_counts[: store.size])
+        queries = counts.astype(np.float64)
+        square = (queries**2).sum(1)
+        # No dot product, nor any part of one, is larger than the product of the norms.
+        bound = np.sqrt(square.max(initial=0) * store.square[: store.size].max(initial=0))
+        exact = np.float32 if bound < 2**24 else np.float64
+        return dot_products(queries.astype(exact), np.ascontiguousarray(rows.T, exact), parallel), square
+
+    def merge(self, *others: History) -> None:
+        """Add other histories' requests and what they learned to this one.
+
+        Where they are more requests than the capacity, those stay that the others resemble most, so that whatever was
+        asked often or seldom still has something near it (:func:`moecache.batch.most_representative`; about
+        ``8 * requests ** 2`` bytes while it chooses).
 
         Raises
         ------
         HistoryFormatError
-            The other one is of another model.
+            One of them is of another model; nothing has changed.
         """
-        self._check(other.fingerprint, "the history to merge")
-        theirs = other.store
-        before = self.store.tokens
-        total = np.array(self.store.total)
-        for entry in range(theirs.size):
-            self.store.add(theirs.prompt_counts[entry], theirs.decode_counts[entry], 0)
-        self.store.restore(
-            total + theirs.total,
-            before + theirs.tokens,
-            self.store.transitions + theirs.transitions,
-            self.store.origins + theirs.origins,
-            self.store.successions + theirs.successions,
-            self.store.followed + theirs.followed,
-        )
+        for other in others:
+            self._check(other.fingerprint, "the history to merge")
+        store, theirs = self.store, [other.store for other in others]
+        learned = [sum((getattr(s, name).astype(np.int64) for s in theirs), getattr(store, name)) for name in _LEARNED]
+        total = sum((s.total for s in theirs), np.array(store.total))
+        tokens = sum((s.tokens for s in theirs), store.tokens)
+        prompt = np.concatenate([store.prompt_counts[: store.size], *(s.prompt_counts[s.order()] for s in theirs)])
+        decode = np.concatenate([store.decode_counts[: store.size], *(s.decode_counts[s.order()] for s in theirs)])
+        # Entries of this history stay where they are; the others take free places and those of entries given up.
+        kept = self._representative(prompt, decode)
+        places = [n for n in range(store.capacity) if n >= store.size or not kept[n]]
+        arrivals = np.flatnonzero(kept[store.size :]) + store.size
+        for place, n in zip(places, arrivals.tolist(), strict=False):
+            store.add(prompt[n], decode[n], 0, entry=place)
+        store.restore(total, tokens, *learned)
+
+    def _representative(self, prompt: np.ndarray, decode: np.ndarray) -> np.ndarray:
+        # bool [n]: which of the requests of several histories, this one's first, to keep.
+        if len(prompt) <= self.capacity:
+            return np.ones(len(prompt), np.bool_)
+        from .batch import dot_products, most_representative
+
+        rows = matched_counts(prompt, decode).astype(np.float64)
+        similarity = dot_products(rows, np.ascontiguousarray(rows.T))
+        inverse = 1 / np.sqrt((rows**2).sum(1))
+        similarity *= inverse[:, None]
+        similarity *= inverse
+        # Oldest first, as of equal ones the last is kept.
+        age = np.concatenate([self.store.order(), np.arange(len(self), len(prompt))])
+        kept = np.zeros(len(prompt), np.bool_)
+        kept[age[most_representative(similarity[np.ix_(age, age)], self.capacity)]] = True
+        return kept
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, under a temporary name first: a reader never sees half of one."""
         from safetensors.numpy import save
 
-        store, n = self.store, self.store.size
+        store, order = self.store, self.store.order()
         data = save(
             {
-                "prompt": np.ascontiguousarray(store.prompt_counts[:n]),
-                "decode": np.ascontiguousarray(store.decode_counts[:n]),
+                # Oldest first: entries that are read one after the other are as old as their place says.
+                "prompt": store.prompt_counts[order],
+                "decode": store.decode_counts[order],
                 "total": store.total,
-                "transitions": store.transitions,
-                "origins": store.origins,
-                "successions": store.successions,
-                "followed": store.followed,
+                **{name: getattr(store, name) for name in _LEARNED},
             },
             metadata={
                 "format": _FORMAT,
@@ -190,8 +273,7 @@ class History:
         store = history.store
         for prompt, decode in zip(tensors["prompt"], tensors["decode"], strict=True):
             store.add(prompt, decode, 0)
-        learned = ("transitions", "origins", "successions", "followed")
-        store.restore(tensors["total"], tokens, *(tensors[name] for name in learned))
+        store.restore(tensors["total"], tokens, *(tensors[name] for name in _LEARNED))
         return history
 
     def _check(self, other: Fingerprint, what: str, expected: Fingerprint | None = None) -> None:
@@ -201,6 +283,12 @@ class History:
                 f"{what} is of another model: expected {expected or self.fingerprint}; found {found}. Use a file of its "
                 "own for each model"
             )
+
+
+def matched_counts(prompt: np.ndarray, decode: np.ndarray) -> np.ndarray:
+    """What a store compares: tokens of prompt and answer together, at most 65535 of an expert."""
+    joined: np.ndarray = np.minimum(prompt.astype(np.int32) + decode, 65535)
+    return joined
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:

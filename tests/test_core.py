@@ -357,6 +357,23 @@ def test_finished_requests_reach_the_matches_of_running_ones() -> None:
     twins.check()
 
 
+def test_counts_of_what_followed_never_wrap() -> None:
+    core = make_core((4, 4), history=2)
+    store = core.store
+    request = core.begin_request()
+    call_route(core, request, 0, [[1, 2]])
+    largest = 2**31 - 1
+    store.origins[:4] = [10, largest, 8, 0]
+    store.transitions[:16] = np.arange(16) * 1000
+    store.transitions[7] = largest
+    call_route(core, request, 1, [[0, 3]])
+    # The layer is halved before the count that would not fit, and counts on.
+    assert store.origins[:4].tolist() == [5, 2**30, 5, 0]
+    expected = np.arange(16) * 500
+    expected[[4, 7, 8, 11]] = 2001, 2**30, 4001, 5501
+    np.testing.assert_array_equal(store.transitions[:16], expected)
+
+
 def test_chances_of_several_requests_join() -> None:
     # 1 - (1 - p) (1 - q), by hand: one request has just used expert 0, the other expert 1.
     core = make_core((2,), top_k=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,9 @@ def filled(
 def assert_same(a: History, b: History) -> None:
     assert len(a) == len(b)
     assert a.fingerprint == b.fingerprint
-    n = len(a)
+    # Entries may lie elsewhere; their order by age is what a file keeps.
     for name in ("prompt_counts", "decode_counts"):
-        np.testing.assert_array_equal(getattr(a.store, name)[:n], getattr(b.store, name)[:n])
+        np.testing.assert_array_equal(getattr(a.store, name)[a.store.order()], getattr(b.store, name)[b.store.order()])
     for name in ("total", *LEARNED):
         np.testing.assert_array_equal(getattr(a.store, name), getattr(b.store, name))
     assert a.store.tokens == b.store.tokens
@@ -65,7 +66,9 @@ def test_what_was_saved_comes_back(
     assert_same(saved, loaded)
     assert loaded.capacity == 10
     counts = np.random.default_rng(seed).integers(0, 9, 12)
-    np.testing.assert_allclose(loaded.match(counts), saved.match(counts), rtol=1e-6)
+    np.testing.assert_allclose(
+        loaded.match(counts)[loaded.store.order()], saved.match(counts)[saved.store.order()], rtol=1e-14
+    )
 
 
 def test_match_is_the_flat_cosine() -> None:
@@ -78,6 +81,45 @@ def test_match_is_the_flat_cosine() -> None:
     np.testing.assert_allclose(found.match(counts), reference.similarities(counts), rtol=1e-6)
     assert found.match(np.zeros(12, np.int64)).tolist() == [0] * 6
     assert History(MODEL).match(counts).shape == (0,)
+
+
+@given(
+    requests=st.integers(0, 30),
+    queries=st.integers(0, 5),
+    largest=st.sampled_from([2, 300, 90_000]),
+    seed=st.integers(0, 100),
+)
+@settings(SETTINGS, max_examples=25)
+def test_many_matches_at_once_are_those_of_each(requests: int, queries: int, largest: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    found, reference = filled(0, capacity=20), HistoryReference(MODEL.num_experts, 20)
+    for _ in range(requests):
+        prompt, decode = rng.integers(0, largest, (2, 12)) * (rng.random((2, 12)) < 0.5)
+        assert found.add(prompt, decode, 1) == reference.add(prompt, decode, 1)
+    counts = rng.integers(0, largest, (queries, 12)) * (rng.random((queries, 12)) < 0.5)
+    expected = np.array([reference.similarities(row) for row in counts]).reshape(queries, len(found))
+    np.testing.assert_allclose(found.match_many(counts), expected, rtol=1e-14)
+    entries, similarities = found.best_matches(counts, 3)
+    assert entries.shape == similarities.shape == (queries, 3)
+    for n, row in enumerate(counts):
+        ranked = reference.ranked(row)[:3]
+        assert entries[n].tolist() == ranked + [-1] * (3 - len(ranked))
+        np.testing.assert_allclose(similarities[n, : len(ranked)], expected[n, ranked], rtol=1e-14)
+        assert not similarities[n, len(ranked) :].any()
+
+
+def test_many_matches_in_threads_are_the_same() -> None:
+    found = filled(40, Fingerprint((64, 64), 2, "abc"), capacity=40)
+    counts = np.random.default_rng(1).integers(0, 40, (9, 128))
+    np.testing.assert_array_equal(found.match_many(counts, parallel=True), found.match_many(counts))
+
+
+@pytest.mark.parametrize(
+    "counts", [np.zeros(12, int), np.zeros((2, 11), int), np.zeros((2, 12)), np.full((2, 12), -1)]
+)
+def test_counts_that_are_no_activation_matrices(counts: np.ndarray) -> None:
+    with pytest.raises(HistoryFormatError, match=r"expected non-negative integers \[n, 12\]"):
+        filled(2).match_many(counts)
 
 
 def test_add_says_where() -> None:
@@ -119,6 +161,79 @@ def test_merging_adds_everything_once() -> None:
         np.testing.assert_array_equal(getattr(one.store, name), table)
     assert one.store.tokens == tokens
     np.testing.assert_array_equal(one.store.prompt_counts[3:7], two.store.prompt_counts[:4])
+
+
+def representation(kept: np.ndarray, rows: np.ndarray) -> float:
+    """How well some of the rows stand for all: the sum of each row's largest cosine to a kept one."""
+    unit = rows / np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
+    return float((unit @ unit[kept].T).max(1).sum())
+
+
+@given(st.lists(st.integers(0, 12), min_size=2, max_size=4), st.integers(1, 4), st.integers(0, 1000))
+@settings(SETTINGS, max_examples=25)
+def test_a_merge_of_more_than_fits_keeps_those_that_stand_for_all(
+    requests: list[int], capacity: int, seed: int
+) -> None:
+    histories = [filled(n, capacity=capacity if not i else 12, seed=seed + i) for i, n in enumerate(requests)]
+    pooled = [
+        (h.store.prompt_counts[e].astype(int), h.store.decode_counts[e].astype(int))
+        for h in histories
+        for e in h.store.order()
+    ]
+    total = sum(h.store.total for h in histories)
+    histories[0].merge(*histories[1:])
+    merged = histories[0].store
+    assert len(histories[0]) == min(capacity, len(pooled))
+    np.testing.assert_array_equal(merged.total, total)
+    if not pooled:
+        return
+    rows = np.array([p + d for p, d in pooled])
+    place = {(p.tobytes(), d.tobytes()): n for n, (p, d) in enumerate(pooled)}
+    kept = [
+        place[merged.prompt_counts[e].astype(int).tobytes(), merged.decode_counts[e].astype(int).tobytes()]
+        for e in range(len(histories[0]))
+    ]
+    # The documented bound, against every choice there is.
+    best = max(representation(np.array(c), rows) for c in combinations(range(len(rows)), len(kept)))
+    assert representation(np.array(kept), rows) >= (1 - 1 / np.e) * best - 1e-9
+    # Taken one after the other, each where it adds most.
+    greedy: list[int] = []
+    for _ in kept:
+        gains = [-1.0 if n in greedy else representation(np.array([*greedy, n]), rows) for n in range(len(rows))]
+        greedy.append(int(np.argmax(gains)))
+    assert representation(np.array(kept), rows) == pytest.approx(representation(np.array(greedy), rows), rel=1e-3)
+
+
+def test_of_equal_requests_a_merge_keeps_the_newest() -> None:
+    one, two = History(MODEL, 2), History(MODEL, 4)
+    nothing = np.zeros(12, int)
+    first, second = np.eye(12, dtype=int)[0], np.eye(12, dtype=int)[1]
+    one.add(first, nothing, 1)
+    one.add(second, nothing, 1)
+    two.add(3 * first, nothing, 1)
+    one.merge(two)
+    kept = one.store.prompt_counts[one.store.order()]
+    np.testing.assert_array_equal(kept, [second, 3 * first])
+
+
+def test_merging_several_is_all_or_nothing() -> None:
+    one, before = filled(3), filled(3)
+    with pytest.raises(HistoryFormatError):
+        one.merge(filled(2, seed=5), filled(2, MODEL._replace(digest="abd")))
+    assert_same(one, before)
+
+
+def test_counts_that_would_not_fit_are_halved_together() -> None:
+    # A layer's table and origins, so that every share stays; other layers keep theirs.
+    one, two = filled(1), filled(1)
+    for history_ in (one, two):
+        history_.store.origins[:7] = 1 << 30
+        history_.store.transitions[:27] = np.arange(27) << 20
+    rest = one.store.origins[7:] + two.store.origins[7:]
+    one.merge(two)
+    assert one.store.origins[:7].tolist() == [1 << 30] * 7
+    np.testing.assert_array_equal(one.store.transitions[:27], np.arange(27) << 20)
+    np.testing.assert_array_equal(one.store.origins[7:], rest)
 
 
 def test_merging_into_a_full_history_keeps_its_size(tmp_path: Path) -> None:
