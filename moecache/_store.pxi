@@ -228,6 +228,7 @@ cdef class RequestState:
     cdef readonly object prompt_counts, decode_counts
     cdef int64_t[::1] prompt, decode, dots, row_sum
     cdef float[::1] fast, slow, surge
+    cdef Hints hints   # None before the first
     cdef double[::1] work
     cdef int64_t square
     cdef int32_t best
