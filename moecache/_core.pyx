@@ -105,6 +105,11 @@ cdef class Core:
         A key of `POLICY_CODES`.
     score : int, optional
         Address of a ``double (const double *features)`` for policy "user"; the largest score is given up.
+    prefetch : bool
+    top_k : int
+        Experts per token, where known, else 0.
+    waste_share : float
+        Prefetched for nothing at most, as a share of what steps needed moved.
     """
 
     cdef readonly HistoryStore store
@@ -114,7 +119,7 @@ cdef class Core:
     cdef int32_t[::1] layer_kind, slot_begin, gid_layer, layer_offset, slot_gid, gid_slot, generation, pins, completed
     cdef int32_t[::1] vacant, vacant_count
     cdef uint8_t[::1] speculative
-    cdef int64_t[::1] last, frequency, demands_view, hits_view
+    cdef int64_t[::1] last, frequency, demands_view, hits_view, wanted_until
     cdef float[::1] use, wait, prior, chance
     cdef double[::1] next_use
     cdef int policy
@@ -128,7 +133,7 @@ cdef class Core:
     cdef int64_t routed_tokens
 
     def __cinit__(self, HistoryStore store, layer_kind, slots_per_kind, complete, str policy="expected-next-use",
-                  uintptr_t score=0,                  bint prefetch=True, int32_t top_k=0):
+                  uintptr_t score=0, bint prefetch=True, int32_t top_k=0, double waste_share=0.25):
         cdef int32_t kind, slot
         self.store = store
         self.num_layers, self.num_gids = store.num_layers, store.num_gids
@@ -168,7 +173,8 @@ cdef class Core:
         self.score = <score_function> score
         self.requests = []
         self.found = Candidates(self.num_slots)
-        self.prefetcher = Prefetcher(top_k, prefetch and policy != "belady")
+        self.wanted_until = np.zeros(self.num_gids, np.int64)
+        self.prefetcher = Prefetcher(top_k, prefetch and policy != "belady", int(store.num_experts.max()), waste_share)
         self._refresh_prior()
 
     # Requests
@@ -198,6 +204,42 @@ cdef class Core:
             self._refresh_prior()
         self.finished += 1
         self._refresh_all()
+
+    def pace(self, double layer_s=0, double expert_s=0, double chunk_s=0):
+        """What a clock says. Without it prefetching looks one layer ahead only.
+
+        Parameters
+        ----------
+        layer_s : float
+            Seconds from one step of a request to its next, less what it waited for bytes. A running median is kept.
+        expert_s : float
+            Seconds that the link takes for one expert.
+        chunk_s : float
+            Seconds for which a copy under way can hold up one that is wanted more.
+        """
+        self.prefetcher.pace(layer_s, expert_s, chunk_s)
+
+    def hint(self, RequestState request, int32_t layer, const float[::1] chances):
+        """Believe these chances (in 0..1) of a request's next visit to a layer, until it comes.
+
+        Raises
+        ------
+        RoutingError
+            The layer is out of range, the length is not its number of experts, or a number is no chance. Nothing has
+            changed.
+        """
+        cdef int32_t e
+        if not 0 <= layer < self.num_layers:
+            raise RoutingError(f"layer {layer} is out of range: this cache has MoE layers 0..{self.num_layers - 1}")
+        if chances.shape[0] != self.store.experts[layer]:
+            raise RoutingError(f"layer {layer}: {chances.shape[0]} chances; expected one for each of its "
+                               f"{self.store.experts[layer]} experts")
+        for e in range(chances.shape[0]):
+            if not 0 <= chances[e] <= 1:   # NaN compares false
+                raise RoutingError(f"layer {layer}: the chance of expert {e} is {chances[e]}; expected 0 to 1")
+        if request.hints is None:
+            request.hints = Hints(self.store)
+        request.hints.give(layer, self.layer_offset[layer], chances)
 
     def end_requests(self):
         """End every request that is still open."""
@@ -330,7 +372,9 @@ cdef class Core:
         self.found.clear(wanted)
         for slot in range(self.slot_begin[kind], self.slot_begin[kind + 1]):
             gid = self.slot_gid[slot]
-            if gid < 0 or self.pins[slot] or (self.speculative[slot] and not speculative):
+            if gid < 0 or self.pins[slot]:
+                continue
+            if not speculative and (self.speculative[slot] or self.wanted_until[gid] > self.steps):
                 continue
             self.found.offer(slot, self._score(gid, now), self.last[gid])
         return self.found.size
@@ -403,6 +447,8 @@ cdef class Core:
         cdef int32_t gid
         self.current = request
         request.observe(step)
+        if request.hints is not None:
+            request.hints.given[step.layer] = 0
         self.clock += 1
         self.steps += 1
         if step.layer == 0:
@@ -426,6 +472,7 @@ cdef class Core:
         self.hits += step.hits
         self.misses += step.unique - step.hits
         step.missing = step.unique - step.hits
+        self.prefetcher.needed(step.missing)
         self.demands_view[step.layer] += step.unique
         self.hits_view[step.layer] += step.hits
 

@@ -28,6 +28,8 @@ cdef class Replay:
         Filled with the tenants of all slots after each step (-1: vacant), for tests.
     clock : LinkClock, optional
         Gives copies and layers a duration; with one core only, which may prefetch.
+    hints : float32 array [T, L, widest layer], optional
+        Chances handed to the first core before each pass of one token, as somebody with a better forecast would.
     judge : Recall, optional
         Looks at what the first core expects, instead of serving anything.
     """
@@ -45,12 +47,13 @@ cdef class Replay:
     cdef int64_t[:, ::1] hit_view
     cdef int32_t[::1] work
     cdef dict running
-    cdef bint knows_future, traced, uncounted
+    cdef bint knows_future, traced, uncounted, hinted
+    cdef const float[:, :, ::1] hints
     cdef LinkClock clock
     cdef Recall judge
 
     def __cinit__(self, list cores, experts, start, request, decode, last, counted, next_use=None, tables=None, LinkClock clock=None,
-                  Recall judge=None):
+                  Recall judge=None, hints=None):
         cdef Core core
         self.cores = cores
         self.leader = cores[0]
@@ -66,6 +69,9 @@ cdef class Replay:
             self.next_use = next_use
         if self.traced:
             self.tables = tables
+        self.hinted = hints is not None
+        if self.hinted:
+            self.hints = hints
         self.work = np.zeros(2 * int(self.leader.store.num_experts.max()), np.int32)
         self.running = {}
         self.clock, self.judge = clock, judge
@@ -81,6 +87,9 @@ cdef class Replay:
                 request = self.running[self.request[f]] = self.leader.begin_request()
             if self.clock is not None:
                 self.clock.begin_pass(self.decode[f])
+            for layer in range(self.leader.num_layers):
+                if self.hinted and self.start[f + 1] - self.start[f] == 1:
+                    self.leader.hint(request, layer, self.hints[self.start[f], layer, :self.leader.store.experts[layer]])
             for layer in range(self.leader.num_layers):
                 self._step(request, f, layer)
             if self.last[f]:
@@ -201,8 +210,9 @@ cdef class LinkClock:
 
     cdef int64_t expert_nbytes, chunk_nbytes, chunk
     cdef double rate, latency_s, pass_s, layer_s, expert_s, link_time, chunk_end, began
+    cdef double routed_at, stalled_then
     cdef readonly double now, stall_s, busy_s, decode_s
-    cdef readonly int64_t bytes_demand, bytes_prefetch
+    cdef readonly int64_t bytes_demand, bytes_prefetch, bytes_joined   # joined: of prefetches, before a demand joined them
     cdef Job *jobs
     cdef int32_t size, room, current
     cdef bint decoding
@@ -232,6 +242,11 @@ cdef class LinkClock:
     cdef void reach_layer(self, Core core) noexcept nogil:
         self.now += self.layer_s
         self._advance(core, self.now)
+        # As a cache does: the time since the last step, less what it waited.
+        core.prefetcher.pace(self.now - self.routed_at - (self.stall_s - self.stalled_then) if self.decoding else 0,
+                             self.latency_s + self.expert_nbytes / self.rate,
+                             min(self.chunk_nbytes, self.expert_nbytes) / self.rate)
+        self.routed_at, self.stalled_then = self.now, self.stall_s
 
     cdef int compute(self, Core core, Step step) except -1:
         # The resident experts first, then each as it lands, as a lease yields them.
@@ -270,6 +285,8 @@ cdef class LinkClock:
         for n in range(rows.shape[0]):
             i = self._find(rows[n, 1], rows[n, 2])
             if i >= 0:
+                if not self.jobs[i].demanded:
+                    self.bytes_joined += self.expert_nbytes - self.jobs[i].remaining + (self.chunk if self.current == i else 0)
                 self.jobs[i].demanded = True
             else:
                 self._add(rows[n, 1], rows[n, 2], 0, True)
@@ -306,7 +323,7 @@ cdef class LinkClock:
             self.current -= 1
 
     cdef bint _start_chunk(self) noexcept nogil:
-        # Demands in order, then prefetches, one begun before one not, by priority. False when there is nothing to move.
+        # Demands in order, then prefetches by priority. False when there is nothing to move.
         cdef int32_t i, best = -1
         cdef Job *job
         for i in range(self.size):
@@ -328,8 +345,6 @@ cdef class LinkClock:
     cdef bint _before(self, Job *a, Job *b) noexcept nogil:
         if a.demanded or b.demanded:
             return a.demanded and not b.demanded
-        if a.started != b.started:
-            return a.started
         return a.priority > b.priority
 
     cdef void _end_chunk(self, Core core) noexcept nogil:
@@ -464,8 +479,7 @@ cdef class Recall:
         # One row for each of PREDICTORS; -1 where it has nothing to say at this distance.
         cdef int32_t e, gid, begin = core.layer_offset[target]
         cdef int64_t tokens = request.prompt_tokens + request.decode_tokens
-        if distance == 1:
-            core.prefetcher._forecast(core, request, step, target)
+        cdef const float *forecast = core.prefetcher.forecast(core, request, step, target, distance) if distance else NULL
         for e in range(core.store.experts[target]):
             gid = begin + e
             self.score[0, e] = request.ratio(gid, target) * step.k
@@ -475,7 +489,7 @@ cdef class Recall:
             self.score[4, e] = <float> (request.prompt[gid] + request.decode[gid]) / max(tokens, 1)
             self.score[5, e] = core.prior[gid]
             self.score[6, e] = core.use[gid]
-            self.score[7, e] = core.prefetcher.chance[e] if distance == 1 else -1
+            self.score[7, e] = forecast[e] if distance else -1
 
     cdef void _judge(self, int32_t count, int d) noexcept nogil:
         cdef int p, w, bin

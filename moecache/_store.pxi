@@ -308,6 +308,7 @@ cdef class RequestState:
     cdef int64_t[::1] prompt, decode, row_sum
     cdef double[::1] dots
     cdef float[::1] fast, slow, surge
+    cdef Hints hints   # None before the first
     cdef double[::1] work
     cdef int64_t square
     # The best matches found last, best first: the first `num_best` still are the best, all `num_found` are entries.
