@@ -12,7 +12,7 @@ import numpy as np
 from libc.math cimport pow, sqrt
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc, realloc
-from libc.string cimport memmove, memset
+from libc.string cimport memcpy, memmove, memset
 
 from moecache.errors import LeaseError, RoutingError
 
@@ -24,11 +24,17 @@ cdef extern from "_match.h" nogil:
     ptrdiff_t moe_reaching(int32_t *blocks, const double *dots, const float *inverse_norm, ptrdiff_t n, float least)
     void moe_lift(double *out, double *rarity, const int32_t *table, const int32_t *origins, const int32_t *targets,
                   int width, const int32_t *experts, int n, int k, double prior)
-    void moe_fourth_root(float *out, const double *inside, int n)
-    void moe_chance(float *out, const float *fast, const float *slow, const float *prior, const float *surge, int n,
-                    float weight_fast, float weight_slow, float weight_prior, float least, int rows)
-    void moe_join(float *use, const float *chance, int n)
-    void moe_wait(float *wait, const float *use, int n, float layers)
+
+cdef extern from "_hazard.h" nogil:
+    const int *moe_edge
+    void moe_features(float *out, const float *slow, const float *fast, const float *prior, const double *lift,
+                      const float *matched, int n)
+    void moe_linear(float *z, const double *w, const float *x, int f, int n)
+    void moe_hazards(float *hazard, ptrdiff_t stride, const float *x, const double *weights, const float *outside,
+                     const double *trust, float *work, int n, int rows)
+    void moe_join(float *hazard, ptrdiff_t stride, const float *other, ptrdiff_t other_stride, int n)
+    void moe_wait(float *wait, const float *hazard, ptrdiff_t stride, int n, float layers)
+    void moe_learn(double *w, double *A, const float *x, const uint8_t *first, int n, int low, int high, int f, double decay)
 
 cdef extern from *:
     """
@@ -36,10 +42,8 @@ cdef extern from *:
     """
     int32_t moe_load_acquire(int32_t *p) nogil
 
-# Decay per token of the two frequencies, and what each feature weighs in the chance of use (docs/policies.md has the
-# replay behind them).
+# Decay per token of the two frequencies (docs/policies.md has the replay behind them).
 cdef double FAST = 0.45, SLOW = 0.02
-cdef float WEIGHT_FAST = 0.3, WEIGHT_SLOW = 0.6, WEIGHT_PRIOR = 0.1, CHANCE_FLOOR = 1e-4
 # Pseudo-observations that pull a rarely seen transition towards the expert's own frequency.
 cdef float TRANSITION_PRIOR = 8.0
 # Tokens' worth of pseudo-observations that pull an expert's share of all tokens to uniform.
@@ -84,6 +88,7 @@ cdef inline bint routed(const int32_t *row, int k) noexcept nogil:
 
 
 include "_step.pxi"
+include "_hazard.pxi"
 include "_store.pxi"
 include "_prefetch.pxi"
 
@@ -120,7 +125,8 @@ cdef class Core:
     cdef int32_t[::1] vacant, vacant_count
     cdef uint8_t[::1] speculative
     cdef int64_t[::1] last, frequency, demands_view, hits_view, wanted_until
-    cdef float[::1] use, wait, prior, chance
+    cdef float[::1] use, wait, prior
+    cdef float[:, ::1] joined
     cdef double[::1] next_use
     cdef int policy
     cdef score_function score
@@ -165,7 +171,7 @@ cdef class Core:
         self.use = self.probability
         self.wait = np.zeros(self.num_gids, np.float32)
         self.prior = np.zeros(self.num_gids, np.float32)
-        self.chance = np.zeros(int(store.num_experts.max()), np.float32)
+        self.joined = np.zeros((INTERVALS, int(store.num_experts.max())), np.float32)
         self.next_use = np.zeros(self.num_gids, np.float64)
         if policy not in POLICY_CODES or (policy == "user") != (score != 0):
             raise ValueError(f"policy {policy!r} with score address {score}")
@@ -186,6 +192,7 @@ cdef class Core:
         request.start(&self.prior[0])
         self.requests.append(request)
         self.store.active.append(request)
+        self._look_all(request)
         self._refresh_all()
         return request
 
@@ -195,6 +202,7 @@ cdef class Core:
             return
         self.requests.remove(request)
         self.store.active.remove(request)
+        request.outlook.finish()
         self.prefetcher.forget(self, request.number)
         if self.current is request:
             self.current = None
@@ -203,6 +211,8 @@ cdef class Core:
             self.store.add(request.prompt_counts, request.decode_counts, tokens, request)
             self._refresh_prior()
         self.finished += 1
+        for request in self.requests:
+            self._look_all(request)
         self._refresh_all()
 
     def pace(self, double layer_s=0, double expert_s=0, double chunk_s=0):
@@ -264,22 +274,37 @@ cdef class Core:
         for layer in range(self.num_layers):
             self._refresh_layer(layer)
 
+    cdef void _look_all(self, RequestState request) noexcept:
+        cdef int32_t layer
+        for layer in range(self.num_layers):
+            request.outlook.look(request, layer, &self.prior[0], request.previous_k)
+
     cdef void _refresh_layer(self, int32_t layer) noexcept:
-        # Chance that some active request uses the expert in its next step, and the layer steps to expect until then.
-        cdef int32_t gid, begin = self.layer_offset[layer], count = self.store.experts[layer]
-        cdef float *use = &self.use[begin]
+        # Chance that some active request uses the expert at its layer's next visit, and how long until it is worth its
+        # slot.
+        cdef int32_t i, e, begin = self.layer_offset[layer], count = self.store.experts[layer]
+        cdef Py_ssize_t widest = self.joined.shape[1]
         cdef RequestState request
         cdef bint first = True
+        cdef const float *hazard = &self.joined[0, 0]
+        cdef Py_ssize_t stride = widest
         if not self.requests:
-            for gid in range(begin, begin + count):
-                self.use[gid] = min(self.prior[gid] + CHANCE_FLOOR, <float> 1.0)
-        for request in self.requests:
-            moe_chance(use if first else &self.chance[0], &request.fast[begin], &request.slow[begin], &self.prior[begin],
-                       &request.surge[begin], count, WEIGHT_FAST, WEIGHT_SLOW, WEIGHT_PRIOR, CHANCE_FLOOR, request.rows)
-            if not first:
-                moe_join(use, &self.chance[0], count)
-            first = False
-        moe_wait(&self.wait[begin], use, count, self.num_layers)
+            for e in range(count):
+                for i in range(INTERVALS):
+                    self.joined[i, e] = 1 - pow(1 - self.prior[begin + e], <double> (moe_edge[i + 1] - moe_edge[i]))
+        elif len(self.requests) == 1:
+            request = self.requests[0]
+            hazard, stride = &request.outlook.hazard[0, begin], self.num_gids
+        else:
+            for request in self.requests:
+                if first:
+                    for i in range(INTERVALS):
+                        memcpy(&self.joined[i, 0], &request.outlook.hazard[i, begin], count * sizeof(float))
+                else:
+                    moe_join(&self.joined[0, 0], widest, &request.outlook.hazard[0, begin], self.num_gids, count)
+                first = False
+        memcpy(&self.use[begin], hazard, count * sizeof(float))
+        moe_wait(&self.wait[begin], hazard, stride, count, self.num_layers)
 
     # The slot table
 
@@ -457,6 +482,7 @@ cdef class Core:
             gid = self.layer_offset[step.layer] + step.experts[i]
             self.last[gid] = self.clock
             self.frequency[gid] += step.counted[i]
+        request.outlook.look(request, step.layer, &self.prior[0], step.k)
         self._refresh_layer(step.layer)
 
     cdef void _admit(self, Step step, RequestState request) noexcept:

@@ -90,34 +90,4 @@ MOE_CLONES static void moe_lift(double *restrict out, double *restrict rarity, c
     }
 }
 
-/* The float fourth root of each. */
-MOE_CLONES static void moe_fourth_root(float *restrict out, const double *restrict in, int n) {
-    for (int e = 0; e < n; e++) out[e] = (float)__builtin_sqrt(__builtin_sqrt(in[e]));
-}
-
-/* Chance that a request's next step uses each expert: its decayed frequencies and the prior, weighted, as odds times its
- * surge. 1 - (1 - p)^rows for `rows` tokens a step. */
-MOE_CLONES static void moe_chance(float *restrict out, const float *restrict fast, const float *restrict slow,
-                                  const float *restrict prior, const float *restrict surge, int n, float weight_fast,
-                                  float weight_slow, float weight_prior, float least, int rows) {
-    for (int e = 0; e < n; e++) {
-        float p = weight_fast * fast[e] + weight_slow * slow[e] + weight_prior * prior[e] + least;
-        p = p < 0.9999f ? p : 0.9999f;
-        out[e] = p * surge[e] / (1 - p + p * surge[e]);
-    }
-    if (rows > 1)
-        for (int e = 0; e < n; e++) out[e] = 1 - __builtin_powf(1 - out[e], (float)rows);
-}
-
-/* use = 1 - (1 - use)(1 - chance): somebody uses it. */
-MOE_CLONES static void moe_join(float *restrict use, const float *restrict chance, int n) {
-    for (int e = 0; e < n; e++) use[e] = 1 - (1 - use[e]) * (1 - chance[e]);
-}
-
-/* Layer steps to expect before the layer's visit that uses it, beyond its next one: visits are independent, one in
- * 1 / use. */
-MOE_CLONES static void moe_wait(float *restrict wait, const float *restrict use, int n, float layers) {
-    for (int e = 0; e < n; e++) wait[e] = layers * (1 / use[e] - 1);
-}
-
 #endif

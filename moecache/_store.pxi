@@ -49,6 +49,7 @@ cdef class HistoryStore:
     cdef uint16_t[:, ::1] prompt, decode
     cdef int64_t[::1] total_view, transition_offset, succession_offset
     cdef uint32_t[::1] transition_view, origin_view, succession_view, followed_view
+    cdef readonly OnlineWeights weights
     cdef list active
 
     def __cinit__(self, num_experts, int32_t capacity):
@@ -89,6 +90,7 @@ cdef class HistoryStore:
         if self.tall == NULL:
             raise MemoryError()
         self.active = []
+        self.weights = OnlineWeights()
 
     def __dealloc__(self):
         cdef int32_t gid
@@ -307,7 +309,9 @@ cdef class RequestState:
     cdef readonly object prompt_counts, decode_counts
     cdef int64_t[::1] prompt, decode, row_sum
     cdef double[::1] dots
-    cdef float[::1] fast, slow, surge
+    cdef float[::1] fast, slow
+    cdef double[::1] lift
+    cdef Outlook outlook
     cdef Hints hints   # None before the first
     cdef double[::1] work
     cdef int64_t square
@@ -334,8 +338,9 @@ cdef class RequestState:
         self.row_sum = np.zeros(store.num_layers, np.int64)
         self.fast = np.zeros(store.num_gids, np.float32)
         self.slow = np.zeros(store.num_gids, np.float32)
-        self.surge = np.ones(store.num_gids, np.float32)
-        self.work = np.zeros(2 * int(store.num_experts.max()), np.float64)
+        self.lift = np.ones(store.num_gids)
+        self.work = np.zeros(int(store.num_experts.max()), np.float64)
+        self.outlook = Outlook(store)
         self.last_ids = np.full((store.num_layers, MAX_SUCCESSION), -1, np.int32)
         self.last_tokens = np.zeros(store.num_layers, np.int32)
         self.last_k = np.zeros(store.num_layers, np.int32)
@@ -552,20 +557,18 @@ cdef class RequestState:
             for i in range(kept * step.k):
                 self.last_ids[layer, i] = step.ids[(step.tokens - kept) * step.k + i]
 
-    cdef void _surge(self, Step step) noexcept:
-        # What one token's experts say of the layer's next visit. The fourth root tempers the product as the evidence of
-        # experts that go together overlaps (docs/policies.md). A batch's rows have no common next token.
+    cdef void _follow(self, Step step) noexcept:
+        # What one token's experts say of the layer's next visit. A batch's rows have no common next token.
         cdef HistoryStore store = self.store
         cdef int32_t offset = store.layer_offset[step.layer], count = store.experts[step.layer], e
         cdef int64_t at = store.succession_offset[step.layer]
         if step.decode and step.tokens > 1:
             for e in range(count):
-                self.surge[offset + e] = 1
+                self.lift[offset + e] = 1
             return
-        moe_lift(&self.work[0], &self.work[count], <const int32_t *> &store.succession_view[at],
+        moe_lift(&self.lift[offset], &self.work[0], <const int32_t *> &store.succession_view[at],
                  <const int32_t *> &store.followed_view[offset], <const int32_t *> &store.followed_view[offset], count,
                  step.ids + (step.tokens - 1) * step.k, step.k, step.k, TRANSITION_PRIOR)
-        moe_fourth_root(&self.surge[offset], &self.work[0], count)
 
     cdef void observe(self, Step step) noexcept:
         # Counts, running match and decayed frequencies of one step. Later tokens weigh more, so rows are taken from the
@@ -597,8 +600,12 @@ cdef class RequestState:
                     self.slow[offset + e] += slow
             fast *= 1 - FAST
             slow *= 1 - SLOW
+        if step.decode and step.tokens == 1 and step.counted_tokens == 1:
+            self.outlook.count(step.layer, step.ids, step.k)
+        else:
+            self.outlook.skip(step.layer)
         if step.tokens:
-            self._surge(step)
+            self._follow(step)
         if step.layer == 0:
             if step.decode:
                 self.decode_tokens += step.counted_tokens

@@ -1,0 +1,172 @@
+/* The loops behind the chance of use: logistic hazards of coming token intervals, the index that ranks victims by them,
+ * and the online Newton steps that learn their weights. Compiled once per instruction set, as _match.h is. */
+#ifndef MOECACHE_HAZARD_H
+#define MOECACHE_HAZARD_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#include "_match.h"
+
+/* Token intervals after a layer's visit: (0, 1], (1, 2], (2, 4], ... (16, 32]. */
+enum { MOE_INTERVALS = 6, MOE_FEATURES = 5, MOE_HORIZON = 32, MOE_WIDEST_MODEL = MOE_FEATURES + 1 };
+static const int moe_edge[MOE_INTERVALS + 1] = {0, 1, 2, 4, 8, 16, 32};
+
+#define MOE_INLINE static inline __attribute__((always_inline))
+
+/* Natural logarithm of a positive normal float: exponent by bits, and of the mantissa in [sqrt 1/2, sqrt 2) twice the
+ * series of artanh((m - 1) / (m + 1)). Within 3e-7. Branch-free, so that it vectorises without a vector library. */
+MOE_INLINE float moe_log(float x) {
+    int32_t bits;
+    memcpy(&bits, &x, 4);
+    const int32_t e = (bits - 0x3f3504f3) >> 23;
+    bits -= e << 23;
+    float m;
+    memcpy(&m, &bits, 4);
+    const float s = (m - 1) / (m + 1), t = s * s;
+    return 2 * s * (1 + t * (1.0f / 3 + t * (1.0f / 5 + t * (1.0f / 7 + t * (1.0f / 9))))) + 0.693147181f * (float)e;
+}
+
+/* exp(x) for |x| <= 80: 2^k by bits, the rest by Taylor's series on |r| <= ln 2 / 2. Within 3e-7 of its size. */
+MOE_INLINE float moe_exp(float x) {
+    const float scaled = x * 1.442695041f;
+    const int32_t k = (int32_t)(scaled + (scaled < 0 ? -0.5f : 0.5f));
+    const float r = x - (float)k * 0.693147181f;
+    const float p = 1 + r * (1 + r * (1.0f / 2 + r * (1.0f / 6 + r * (1.0f / 24 + r * (1.0f / 120 + r * (1.0f / 720))))));
+    const int32_t bits = (k + 127) << 23;
+    float power;
+    memcpy(&power, &bits, 4);
+    return p * power;
+}
+
+MOE_INLINE float moe_clamp(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
+
+MOE_INLINE float moe_logit(float p) {
+    p = moe_clamp(p, 1e-4f, 0.9999f);
+    return moe_log(p / (1 - p));
+}
+
+MOE_INLINE float moe_sigmoid(float z) { return 1 / (1 + moe_exp(-moe_clamp(z, -15, 15))); }
+
+/* out[f * n + e]: what is known of each expert, as log odds (the lift: its logarithm). Bounded, whatever was routed. */
+MOE_CLONES static void moe_features(float *restrict out, const float *restrict slow, const float *restrict fast,
+                                    const float *restrict prior, const double *restrict lift,
+                                    const float *restrict matched, int n) {
+    for (int e = 0; e < n; e++) {
+        out[e] = moe_logit(slow[e]);
+        out[n + e] = moe_logit(fast[e]);
+        out[2 * n + e] = moe_logit(prior[e]);
+        out[3 * n + e] = moe_log(moe_clamp((float)lift[e], 3e-4f, 3e3f));
+        out[4 * n + e] = moe_logit(matched[e]);
+    }
+}
+
+/* z = w[0] + sum_f w[f + 1] x[f]. */
+MOE_INLINE void moe_linear(float *restrict z, const double *restrict w, const float *restrict x, int f, int n) {
+    for (int e = 0; e < n; e++) z[e] = (float)w[0];
+    for (int i = 0; i < f; i++) {
+        const float v = (float)w[i + 1];
+        for (int e = 0; e < n; e++) z[e] += v * x[(ptrdiff_t)i * n + e];
+    }
+}
+
+/* hazard[i * stride + e]: chance that expert e is used within interval i, given that it was not before. `outside`, where
+ * not NULL, is somebody else's log odds [6, n]; `trust` [6, 3] joins them with those of the counts. `rows` tokens a step
+ * are so many chances. */
+MOE_CLONES static void moe_hazards(float *restrict hazard, ptrdiff_t stride, const float *restrict x,
+                                   const double *restrict weights, const float *restrict outside,
+                                   const double *restrict trust, float *restrict work, int n, int rows) {
+    for (int i = 0; i < MOE_INTERVALS; i++) {
+        float *restrict out = hazard + i * stride;
+        const double *restrict t = trust + 3 * i;
+        moe_linear(work, weights + i * MOE_WIDEST_MODEL, x, MOE_FEATURES, n);
+        if (outside != NULL)
+            for (int e = 0; e < n; e++) work[e] = (float)t[0] + (float)t[1] * work[e] + (float)t[2] * outside[i * n + e];
+        for (int e = 0; e < n; e++) out[e] = moe_sigmoid(work[e]);
+        if (rows > 1)
+            for (int e = 0; e < n; e++) out[e] = 1 - powf(1 - out[e], (float)rows);
+    }
+}
+
+/* hazard = 1 - (1 - hazard)(1 - other): one of two requests uses it. */
+MOE_CLONES static void moe_join(float *restrict hazard, ptrdiff_t stride, const float *restrict other,
+                                ptrdiff_t other_stride, int n) {
+    for (int i = 0; i < MOE_INTERVALS; i++)
+        for (int e = 0; e < n; e++)
+            hazard[i * stride + e] = 1 - (1 - hazard[i * stride + e]) * (1 - other[i * other_stride + e]);
+}
+
+/* wait[e]: layer steps beyond the layer's next visit until the expert is worth its slot: L (1 / index - 1), the index
+ * being the best rate of uses per token that keeping it up to the end of some interval promises (Gittins). From one
+ * constant chance p it is p. */
+MOE_CLONES static void moe_wait(float *restrict wait, const float *restrict hazard, ptrdiff_t stride, int n, float layers) {
+    enum { BLOCK = 64 };
+    for (int base = 0; base < n; base += BLOCK) {
+        const int m = n - base < BLOCK ? n - base : BLOCK;
+        float alive[BLOCK], tokens[BLOCK], index[BLOCK];
+        for (int e = 0; e < m; e++) alive[e] = 1, tokens[e] = 0, index[e] = 1e-5f;
+        for (int i = 0; i < MOE_INTERVALS; i++) {
+            const float length = (float)(moe_edge[i + 1] - moe_edge[i]);
+            const float *restrict h = hazard + i * stride + base;
+            for (int e = 0; e < m; e++) {
+                tokens[e] += alive[e] * (length * (1 - h[e]) + h[e] * (length + 1) / 2);
+                alive[e] *= 1 - h[e];
+                const float rate = (1 - alive[e]) / tokens[e];
+                index[e] = rate > index[e] ? rate : index[e];
+            }
+        }
+        for (int e = 0; e < m; e++) wait[base + e] = layers * (1 / index[e] - 1);
+    }
+}
+
+/* Cholesky solution of (A + I) s = g in place of g, for a symmetric positive semidefinite A [f, f]. */
+static void moe_solve(const double *A, double *g, int f) {
+    double L[MOE_WIDEST_MODEL][MOE_WIDEST_MODEL];
+    for (int i = 0; i < f; i++) {
+        for (int j = 0; j <= i; j++) {
+            double sum = A[i * f + j] + (i == j);
+            for (int k = 0; k < j; k++) sum -= L[i][k] * L[j][k];
+            L[i][j] = i == j ? sqrt(sum > 1e-9 ? sum : 1e-9) : sum / L[j][j];
+        }
+    }
+    for (int i = 0; i < f; i++) {
+        for (int k = 0; k < i; k++) g[i] -= L[i][k] * g[k];
+        g[i] /= L[i][i];
+    }
+    for (int i = f - 1; i >= 0; i--) {
+        for (int k = i + 1; k < f; k++) g[i] -= L[k][i] * g[k];
+        g[i] /= L[i][i];
+    }
+}
+
+/* One online Newton step of a logistic model on n experts of which those used first in (low, high] visits are the
+ * positives and those used before are out. w [f + 1], A [f + 1, f + 1], x [f, n], first [n] (0: not used yet). Older
+ * curvature fades by `decay`. Steps and weights are bounded: whatever is routed, they stay finite. */
+static void moe_learn(double *w, double *A, const float *x, const uint8_t *first, int n, int low, int high, int f,
+                      double decay) {
+    double g[MOE_WIDEST_MODEL] = {0}, row[MOE_WIDEST_MODEL];
+    const int width = f + 1;
+    for (int i = 0; i < width * width; i++) A[i] *= decay;
+    for (int e = 0; e < n; e++) {
+        if (first[e] > 0 && first[e] <= low) continue;
+        double z = w[0];
+        row[0] = 1;
+        for (int i = 0; i < f; i++) {
+            row[i + 1] = x[(ptrdiff_t)i * n + e];
+            z += w[i + 1] * row[i + 1];
+        }
+        const double p = 1 / (1 + exp(-(z < -15 ? -15 : z > 15 ? 15 : z)));
+        const double error = p - (first[e] > 0 && first[e] <= high), curvature = p * (1 - p);
+        for (int i = 0; i < width; i++) {
+            g[i] += error * row[i];
+            for (int j = 0; j <= i; j++) A[i * width + j] += curvature * row[i] * row[j];
+        }
+    }
+    moe_solve(A, g, width);
+    for (int i = 0; i < width; i++) {
+        const double step = g[i] < -0.5 ? -0.5 : g[i] > 0.5 ? 0.5 : g[i], next = w[i] - step;
+        w[i] = next < -10 ? -10 : next > 10 ? 10 : next;
+    }
+}
+
+#endif
