@@ -55,10 +55,10 @@ cdef enum:
 cdef double FAR = 1e300
 
 cdef enum:
-    LRU, LFU, EXPECTED_NEXT_USE, MOE_INFINITY, USER, BELADY
+    LRU, LFU, EXPECTED_NEXT_USE, COUNTS, MOE_INFINITY, USER, BELADY
 
 POLICY_CODES = {
-    "lru": LRU, "lfu": LFU, "expected-next-use": EXPECTED_NEXT_USE, "moe-infinity": MOE_INFINITY,
+    "lru": LRU, "lfu": LFU, "expected-next-use": EXPECTED_NEXT_USE, "counts": COUNTS, "moe-infinity": MOE_INFINITY,
     "user": USER, "belady": BELADY,
 }
 
@@ -357,7 +357,7 @@ cdef class Core:
         # The larger, the sooner it is given up. Ties go to the longer unused, then to the lower slot.
         cdef int32_t layer = self.gid_layer[gid]
         cdef double[12] x
-        if self.policy == EXPECTED_NEXT_USE:
+        if self.policy == EXPECTED_NEXT_USE or self.policy == COUNTS:
             return self._lateness(gid, now)
         if self.policy == LRU:
             return 0.0

@@ -34,6 +34,25 @@ cdef class OnlineWeights:
         self.trust_curvature = np.zeros((INTERVALS, 3, 3))
         self.w, self.t, self.wc, self.tc = self.counts, self.trust, self.counts_curvature, self.trust_curvature
 
+    def arrays(self):
+        """dict of float64 arrays by name: what is kept with a history. Written to in place."""
+        return {"counts": self.counts, "counts_curvature": self.counts_curvature,
+                "trust": self.trust, "trust_curvature": self.trust_curvature}
+
+    def join(self, others):
+        """Take in what others have learned: means weighted by how sure each is (a Gaussian posterior each)."""
+        for weights, curvature in (("counts", "counts_curvature"), ("trust", "trust_curvature")):
+            mine, sure = getattr(self, weights), getattr(self, curvature)
+            for i in range(INTERVALS):
+                both = [(getattr(o, weights)[i], getattr(o, curvature)[i]) for o in (self, *others)]
+                full = [(w, np.tril(c) + np.tril(c, -1).T) for w, c in both]
+                joined = sum(c for _, c in full)
+                unit = np.eye(len(joined)) * 1e-6
+                mine[i] = np.linalg.solve(joined + unit * len(full), sum((c + unit) @ w for w, c in full))
+                sure[i] = joined
+        np.clip(self.counts, -10, 10, out=self.counts)
+        np.clip(self.trust, -10, 10, out=self.trust)
+
     cdef void learn(self, const float *x, const float *outside, const uint8_t *first, int n, int seen, float *work) noexcept nogil:
         # From one snapshot of n experts and when each was used after it; intervals not over after `seen` visits are left
         # out.

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ._core import HistoryStore, RequestState
+from ._core import HistoryStore, OnlineWeights, RequestState
 from .errors import HistoryFormatError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Fingerprint", "History"]
 
-_FORMAT, _VERSION = "moecache.history", "1"
+_FORMAT, _VERSION = "moecache.history", "2"
 # Counts of what followed what, in the order of HistoryStore.restore.
 _LEARNED = ("transitions", "origins", "successions", "followed")
 
@@ -195,6 +195,7 @@ class History:
         for place, n in zip(places, arrivals.tolist(), strict=False):
             store.add(prompt[n], decode[n], 0, entry=place)
         store.restore(total, tokens, *learned)
+        store.weights.join([s.weights for s in theirs])
 
     def _representative(self, prompt: np.ndarray, decode: np.ndarray) -> np.ndarray:
         # bool [n]: which of the requests of several histories, this one's first, to keep.
@@ -225,6 +226,7 @@ class History:
                 "decode": store.decode_counts[order],
                 "total": store.total,
                 **{name: getattr(store, name) for name in _LEARNED},
+                **{f"online.{name}": value for name, value in store.weights.arrays().items()},
             },
             metadata={
                 "format": _FORMAT,
@@ -274,6 +276,8 @@ class History:
         for prompt, decode in zip(tensors["prompt"], tensors["decode"], strict=True):
             store.add(prompt, decode, 0)
         store.restore(tensors["total"], tokens, *(tensors[name] for name in _LEARNED))
+        for name, value in store.weights.arrays().items():
+            value[:] = tensors[f"online.{name}"]
         return history
 
     def _check(self, other: Fingerprint, what: str, expected: Fingerprint | None = None) -> None:
@@ -326,6 +330,7 @@ def _check_tensors(
         "origins": ((experts,), np.uint32),
         "successions": ((sum(n * n for n in num_experts),), np.uint32),
         "followed": ((experts,), np.uint32),
+        **{f"online.{name}": (value.shape, value.dtype) for name, value in OnlineWeights().arrays().items()},
     }
     for name, (shape, dtype) in expected.items():
         tensor = tensors.get(name)
@@ -334,6 +339,9 @@ def _check_tensors(
             raise HistoryFormatError(
                 f"{path}: expected {name} of {np.dtype(dtype)} {shape}, found {got}; make the history again"
             )
+    for name in OnlineWeights().arrays():
+        if not (np.abs(tensors[f"online.{name}"]) < 1e12).all():  # also false for NaN
+            raise HistoryFormatError(f"{path}: weights online.{name} out of all bounds; make the history again")
     counts = tensors["prompt"].astype(np.int64) + tensors["decode"]
     if not counts.any(1).all() or (tensors["total"] < counts.sum(0)).any():
         raise HistoryFormatError(

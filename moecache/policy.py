@@ -133,4 +133,4 @@ def resolve(policy: str | Score, extra: tuple[str, ...] = ()) -> Resolved:
             f"no policy is called {policy!r}{hint} There are: {', '.join(names)}, and scores made with "
             "moecache.policy.score"
         )
-    return Resolved("expected-next-use" if policy == "counts" else policy, 0, policy)
+    return Resolved(policy, 0, policy)
