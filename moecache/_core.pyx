@@ -36,6 +36,15 @@ cdef extern from "_hazard.h" nogil:
     void moe_wait(float *wait, const float *hazard, ptrdiff_t stride, int n, float layers)
     void moe_learn(double *w, double *A, const float *x, const uint8_t *first, int n, int low, int high, int f, double decay)
 
+cdef extern from "_forecast.h" nogil:
+    enum: MOE_HALVES
+    void moe_read(float *out, const uint16_t *weights, const float *state, int r, int n)
+    void moe_add_halves(float *out, const uint16_t *weights, int n)
+    void moe_write(float *kept, float *state, const float *written, const float *usual, int r, float a)
+    void moe_log_ratio(float *out, const float *average, const float *prior, int n)
+    void moe_add_logs(float *out, const float *logs, ptrdiff_t stride, const float *weights, int scales, int n)
+    void moe_sigmoids(float *z, int n)
+
 cdef extern from *:
     """
     #define moe_load_acquire(p) __atomic_load_n((p), __ATOMIC_ACQUIRE)
@@ -88,6 +97,7 @@ cdef inline bint routed(const int32_t *row, int k) noexcept nogil:
 
 
 include "_step.pxi"
+include "_forecast.pxi"
 include "_hazard.pxi"
 include "_store.pxi"
 include "_prefetch.pxi"
@@ -190,6 +200,8 @@ cdef class Core:
         cdef RequestState request = RequestState(self.store, self.request_number)
         self.request_number += 1
         request.start(&self.prior[0])
+        if self.policy == EXPECTED_NEXT_USE and self.store.forecaster is not None:
+            request.believe(self.store.forecaster)
         self.requests.append(request)
         self.store.active.append(request)
         self._look_all(request)

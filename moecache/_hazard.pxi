@@ -77,7 +77,7 @@ cdef class Outlook:
 
     cdef HistoryStore store
     cdef float[:, ::1] hazard
-    cdef float[::1] now, matched, work, kept, kept_outside
+    cdef float[::1] now, outside, matched, work, kept, kept_outside
     cdef double[::1] lift
     cdef uint8_t[::1] first
     cdef int16_t[::1] age   # visits since the snapshot; below 0: visits until one is taken
@@ -90,10 +90,15 @@ cdef class Outlook:
         self.now, self.matched = np.zeros(FEATURES_SEEN * widest, np.float32), np.zeros(widest, np.float32)
         self.work = np.zeros((INTERVALS + 2) * widest, np.float32)
         self.kept = np.zeros(FEATURES_SEEN * gids, np.float32)
-        self.kept_outside = np.zeros(0, np.float32)
         self.lift = np.zeros(2 * widest)
         self.first = np.zeros(gids, np.uint8)
         self.age = -1 - (7 * np.arange(store.num_layers) % HORIZON).astype(np.int16)
+
+    cdef void believe(self):
+        # A forecaster has its say from here on.
+        self.trusting = True
+        self.outside = np.zeros(INTERVALS * int(self.store.num_experts.max()), np.float32)
+        self.kept_outside = np.zeros(INTERVALS * self.store.num_gids, np.float32)
 
     cdef void count(self, int32_t layer, const int32_t *ids, int k) noexcept nogil:
         # One token's experts at one layer, before anything else is known of them.
@@ -141,8 +146,13 @@ cdef class Outlook:
                 self.matched[e] = k * store.row_inverse[entry, layer] * store.joined(entry, begin + e)
         moe_features(&self.now[0], &request.slow[begin], &request.fast[begin], &prior[begin], &request.lift[begin],
                      &self.matched[0], n)
+        if self.trusting:
+            request.forecast.hazards(layer, &self.outside[0])
+            outside = &self.outside[0]
         moe_hazards(&self.hazard[0, begin], store.num_gids, &self.now[0], &store.weights.w[0, 0], outside,
                     &store.weights.t[0, 0], &self.work[0], n, request.rows)
         if self.age[layer] == 0:
             memcpy(&self.kept[<Py_ssize_t> begin * FEATURES_SEEN], &self.now[0], FEATURES_SEEN * n * sizeof(float))
             memset(&self.first[begin], 0, n)
+            if self.trusting:
+                memcpy(&self.kept_outside[<Py_ssize_t> begin * INTERVALS], outside, INTERVALS * n * sizeof(float))

@@ -175,7 +175,9 @@ cdef class Prefetcher:
         """Chance that the request uses each expert of `target`, `distance` layer steps from now."""
         if request.hints is not None and request.hints.given[target]:
             return &request.hints.chance[core.layer_offset[target]]
-        if core.policy == MOE_INFINITY:
+        if request.forecast is not None and distance <= request.forecast.weights.distances and step.tokens == 1:
+            request.forecast.coming(step.layer, distance, step.ids, step.k, &self.chance[0])
+        elif core.policy == MOE_INFINITY:
             self._matched(core, request, step, target)
         elif distance == 1:
             self._follow(core, step, target)

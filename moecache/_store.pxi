@@ -50,6 +50,7 @@ cdef class HistoryStore:
     cdef int64_t[::1] total_view, transition_offset, succession_offset
     cdef uint32_t[::1] transition_view, origin_view, succession_view, followed_view
     cdef readonly OnlineWeights weights
+    cdef public ForecastWeights forecaster   # None without; requests begun from now on use it
     cdef list active
 
     def __cinit__(self, num_experts, int32_t capacity):
@@ -312,6 +313,7 @@ cdef class RequestState:
     cdef float[::1] fast, slow
     cdef double[::1] lift
     cdef Outlook outlook
+    cdef readonly ForecastState forecast   # None without
     cdef Hints hints   # None before the first
     cdef double[::1] work
     cdef int64_t square
@@ -523,6 +525,10 @@ cdef class RequestState:
             self.fast[gid] = prior[gid]
             self.slow[gid] = prior[gid]
 
+    cdef void believe(self, ForecastWeights weights):
+        self.forecast = ForecastState(weights, self.store)
+        self.outlook.believe()
+
     cdef int remember(self, Step step) except -1:
         # Layer transitions need the ids of the layer before; the rows are the same tokens when their number is the
         # same.
@@ -604,6 +610,8 @@ cdef class RequestState:
             self.outlook.count(step.layer, step.ids, step.k)
         else:
             self.outlook.skip(step.layer)
+        if self.forecast is not None:
+            self.forecast.visit(step.layer, step.ids, step.tokens, step.k)
         if step.tokens:
             self._follow(step)
         if step.layer == 0:
