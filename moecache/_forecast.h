@@ -6,37 +6,66 @@
 
 /* Rows of weights are padded to whole registers' worth of lanes. */
 enum { MOE_HALVES = 16 };
+
+/* A finite, normal float16 widened by moving its bits is the number divided by 2^112, on any machine; the factor is put into
+ * what it is multiplied with. The sign, extended by the conversion, is cut back to one bit. */
+#define MOE_HALF_SCALE 0x1p112f
 typedef int16_t moe_halves __attribute__((vector_size(2 * MOE_HALVES), aligned(2), may_alias));
 typedef int32_t moe_words __attribute__((vector_size(4 * MOE_HALVES)));
 typedef float moe_floats __attribute__((vector_size(4 * MOE_HALVES)));
-typedef float moe_unaligned __attribute__((vector_size(4 * MOE_HALVES), aligned(4), may_alias));
+#define MOE_WIDEN(p) \
+    ((moe_floats)((__builtin_convertvector(*(const moe_halves *)(p), moe_words) << 13) & (int32_t)0x8fffffff))
 
-/* A finite, normal float16 widened by moving its bits is the number divided by 2^112: no instruction set is asked for, and
- * the factor is put into what it is multiplied with. The sign, extended by the conversion, is cut back to one bit. */
-#define MOE_HALF_SCALE 0x1p112f
-#define MOE_WIDEN(halves) ((moe_floats)((__builtin_convertvector((halves), moe_words) << 13) & (int32_t)0x8fffffff))
+/* out[0:n] += sum_j state[j] * weights[j * n : (j + 1) * n]; n a multiple of MOE_HALVES. The sums of a block stay in
+ * registers over all of the state. */
+#define MOE_DEFINE_READ(name, target, floats, lanes, widen, scale)                                                     \
+    target static void name(float *restrict out, const uint16_t *restrict weights, const float *restrict state, int r, \
+                            int n) {                                                                                   \
+        enum { WIDE = 64 / lanes, NARROW = MOE_HALVES / lanes };                                                       \
+        int base = 0;                                                                                                  \
+        for (; base + 64 <= n; base += 64) {                                                                           \
+            floats sum[WIDE];                                                                                          \
+            memcpy(sum, out + base, sizeof sum);                                                                       \
+            for (int j = 0; j < r; j++) {                                                                              \
+                const uint16_t *row = weights + (ptrdiff_t)j * n + base;                                               \
+                const float factor = state[j] * scale;                                                                 \
+                for (int v = 0; v < WIDE; v++) sum[v] += factor * widen(row + v * lanes);                              \
+            }                                                                                                          \
+            memcpy(out + base, sum, sizeof sum);                                                                       \
+        }                                                                                                              \
+        for (; base < n; base += MOE_HALVES) {                                                                         \
+            floats sum[NARROW];                                                                                        \
+            memcpy(sum, out + base, sizeof sum);                                                                       \
+            for (int j = 0; j < r; j++) {                                                                              \
+                const uint16_t *row = weights + (ptrdiff_t)j * n + base;                                               \
+                const float factor = state[j] * scale;                                                                 \
+                for (int v = 0; v < NARROW; v++) sum[v] += factor * widen(row + v * lanes);                            \
+            }                                                                                                          \
+            memcpy(out + base, sum, sizeof sum);                                                                       \
+        }                                                                                                              \
+    }
 
-/* out[0:n] += sum_j state[j] * weights[j * n : (j + 1) * n]; n a multiple of MOE_HALVES. */
-MOE_CLONES static void moe_read(float *restrict out, const uint16_t *restrict weights, const float *restrict state, int r,
-                                int n) {
-    enum { WIDE = 4 };
-    int base = 0;
-    for (; base + WIDE * MOE_HALVES <= n; base += WIDE * MOE_HALVES) {
-        moe_floats sum[WIDE] = {{0}};
-        for (int j = 0; j < r; j++) {
-            const float factor = state[j] * MOE_HALF_SCALE;
-            const moe_halves *row = (const moe_halves *)(weights + (ptrdiff_t)j * n + base);
-            for (int v = 0; v < WIDE; v++) sum[v] += factor * MOE_WIDEN(row[v]);
-        }
-        for (int v = 0; v < WIDE; v++) *(moe_unaligned *)(out + base + v * MOE_HALVES) += sum[v];
-    }
-    for (; base < n; base += MOE_HALVES) {
-        moe_floats sum = {0};
-        for (int j = 0; j < r; j++)
-            sum += state[j] * MOE_HALF_SCALE * MOE_WIDEN(*(const moe_halves *)(weights + (ptrdiff_t)j * n + base));
-        *(moe_unaligned *)(out + base) += sum;
-    }
+MOE_DEFINE_READ(moe_read_plain, , moe_floats, MOE_HALVES, MOE_WIDEN, MOE_HALF_SCALE)
+
+#if defined(__x86_64__) && defined(__GNUC__)
+/* The compiler does not find these processors' own conversion by itself. */
+#include <immintrin.h>
+#define MOE_WIDEN_512(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
+#define MOE_WIDEN_256(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
+MOE_DEFINE_READ(moe_read_512, __attribute__((target("avx512f"))), __m512, 16, MOE_WIDEN_512, 1)
+MOE_DEFINE_READ(moe_read_256, __attribute__((target("avx2,f16c,fma"))), __m256, 8, MOE_WIDEN_256, 1)
+
+static void moe_read(float *restrict out, const uint16_t *restrict weights, const float *restrict state, int r, int n) {
+    if (__builtin_cpu_supports("avx512f"))
+        moe_read_512(out, weights, state, r, n);
+    else if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma"))
+        moe_read_256(out, weights, state, r, n);
+    else
+        moe_read_plain(out, weights, state, r, n);
 }
+#else
+#define moe_read moe_read_plain
+#endif
 
 /* out[0:n] += weights[0:n] */
 MOE_CLONES static void moe_add_halves(float *restrict out, const uint16_t *restrict weights, int n) {
