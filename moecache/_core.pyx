@@ -17,11 +17,10 @@ from libc.string cimport memcpy, memmove, memset
 from moecache.errors import LeaseError, RoutingError
 
 cdef extern from "_match.h" nogil:
-    enum: MOE_LANES
     ptrdiff_t moe_place(ptrdiff_t entry)
     void moe_add_columns(double *dots, const uint8_t *columns, ptrdiff_t stride, const int32_t *gids,
                          const int32_t *weights, int k, int wide, double scale, ptrdiff_t n)
-    ptrdiff_t moe_reaching(int32_t *blocks, const double *dots, const float *inverse_norm, ptrdiff_t n, float least)
+    ptrdiff_t moe_reaching(int32_t *entries, const double *dots, const float *inverse_norm, ptrdiff_t n, float least)
     void moe_lift(double *out, double *rarity, const int32_t *table, const int32_t *origins, const int32_t *targets,
                   int width, const int32_t *experts, int n, int k, double prior)
 

@@ -2,13 +2,13 @@
 # (RequestState).
 
 cdef struct Tall:
-    # Entries whose count in one column does not fit a byte.
+    # Entries whose count in one column does not fit a byte, and its high byte: pairs.
     int32_t size, room
-    int32_t *entry
+    int32_t *pair
 
 
 # A list of tall entries is walked while it is this many times shorter than the store; a walk costs about a nanosecond an
-# entry, reading all high bytes a thirtieth.
+# entry, adding the column of all high bytes a thirtieth of that.
 cdef enum:
     FEW = 32
 # Most best matches that can be asked for at once.
@@ -96,7 +96,7 @@ cdef class HistoryStore:
         cdef int32_t gid
         if self.tall != NULL:
             for gid in range(self.num_gids):
-                free(self.tall[gid].entry)
+                free(self.tall[gid].pair)
             free(self.tall)
 
     cdef void add_columns(self, double *dots, const int32_t *gids, const int32_t *weights, int k,
@@ -107,7 +107,7 @@ cdef class HistoryStore:
         moe_add_columns(dots, &self.columns[0], self.stride, gids, weights, k, wide, 1, self.size)
         for j in range(k):
             if self.tall[gids[j]].size * FEW < self.size:
-                self._add_tall(dots, gids[j], 256.0 * weights[j])
+                self._add_tall(dots, &self.tall[gids[j]], 256.0 * weights[j])
                 continue
             many[n], heavy[n] = gids[j], weights[j]
             n += 1
@@ -117,32 +117,29 @@ cdef class HistoryStore:
         if n:
             moe_add_columns(dots, &self.high[0], self.stride, many, heavy, n, wide, 256, self.size)
 
-    cdef inline void _add_tall(self, double *dots, int32_t gid, double weight) noexcept nogil:
-        cdef int32_t i, entry
-        for i in range(self.tall[gid].size):
-            entry = self.tall[gid].entry[i]
-            dots[entry] += weight * self.high[gid * self.stride + moe_place(entry)]
+    cdef inline void _add_tall(self, double *dots, const Tall *table, double weight) noexcept nogil:
+        cdef int32_t i
+        for i in range(0, 2 * table.size, 2):
+            dots[table.pair[i]] += weight * table.pair[i + 1]
 
-    cdef int _push_tall(self, int32_t gid, int32_t entry) except -1:
-        cdef Tall *table = &self.tall[gid]
+    cdef int _push_tall(self, Tall *table, int32_t entry, int32_t high) except -1:
         cdef int32_t room = 2 * table.room + 4
         cdef int32_t *grown
         if table.size == table.room:
-            grown = <int32_t *> realloc(table.entry, room * sizeof(int32_t))
+            grown = <int32_t *> realloc(table.pair, 2 * room * sizeof(int32_t))
             if grown == NULL:
                 raise MemoryError()
-            table.entry, table.room = grown, room
-        table.entry[table.size] = entry
+            table.pair, table.room = grown, room
+        table.pair[2 * table.size], table.pair[2 * table.size + 1] = entry, high
         table.size += 1
         return 0
 
-    cdef void _drop_tall(self, int32_t gid, int32_t entry) noexcept nogil:
-        cdef Tall *table = &self.tall[gid]
+    cdef void _drop_tall(self, Tall *table, int32_t entry) noexcept nogil:
         cdef int32_t i
-        for i in range(table.size):
-            if table.entry[i] == entry:
+        for i in range(0, 2 * table.size, 2):
+            if table.pair[i] == entry:
                 table.size -= 1
-                table.entry[i] = table.entry[table.size]
+                table.pair[i], table.pair[i + 1] = table.pair[2 * table.size], table.pair[2 * table.size + 1]
                 return
 
     cdef inline int32_t joined(self, int32_t entry, int32_t gid) noexcept nogil:
@@ -158,13 +155,13 @@ cdef class HistoryStore:
             for gid in range(self.layer_offset[layer], self.layer_offset[layer + 1]):
                 at = gid * self.stride + place
                 if self.joined(entry, gid) > 255:
-                    self._drop_tall(gid, entry)
+                    self._drop_tall(&self.tall[gid], entry)
                 self.prompt[entry, gid], self.decode[entry, gid] = prompt[gid], decode[gid]
                 count = self.joined(entry, gid)
                 if count > 255:
                     if not self.high.shape[0]:
                         self.high = np.zeros(self.columns.shape[0], np.uint8)
-                    self._push_tall(gid, entry)
+                    self._push_tall(&self.tall[gid], entry, count >> 8)
                 self.columns[at] = count & 255
                 if self.high.shape[0]:
                     self.high[at] = count >> 8
@@ -319,7 +316,7 @@ cdef class RequestState:
     cdef int num_best, num_found
     cdef int32_t[MAX_BEST] best
     cdef double[MAX_BEST] best_key
-    cdef int32_t[::1] blocks
+    cdef int32_t[::1] near
     cdef int32_t rows
     cdef int32_t previous_layer, previous_k
     cdef Py_ssize_t previous_tokens
@@ -334,7 +331,7 @@ cdef class RequestState:
         self.decode_counts = np.zeros(store.num_gids, np.int64)
         self.prompt, self.decode = self.prompt_counts, self.decode_counts
         self.dots = np.zeros(store.stride, np.float64)
-        self.blocks = np.zeros(store.stride // MOE_LANES, np.int32)
+        self.near = np.zeros(store.stride, np.int32)
         self.row_sum = np.zeros(store.num_layers, np.int64)
         self.fast = np.zeros(store.num_gids, np.float32)
         self.slow = np.zeros(store.num_gids, np.float32)
@@ -397,27 +394,26 @@ cdef class RequestState:
         return (self.store.written_view[entry] > self.store.written_view[self.best[i]]) != oldest
 
     cdef int find_best(self, int p, bint oldest) noexcept nogil:
-        # The p entries of largest cosine similarity into `best`, best first; returns how many have any. One scan marks the
-        # blocks that reach what the best ones of the last time are worth now, which seldom are more than they; those are
+        # The p entries of largest cosine similarity into `best`, best first; returns how many have any. One scan lists the
+        # entries that reach what the best ones of the last time are worth now, seldom many more than they; those are
         # looked at in full precision.
         cdef double least = 0
         cdef float least_score
         cdef int i, size = 0
         cdef int32_t entry
-        cdef Py_ssize_t n, block, marked
+        cdef Py_ssize_t n, near
         if self.num_found >= p:
             least = self._key(self.best[0])
             for i in range(1, p):
                 least = min(least, self._key(self.best[i]))
         least_score = max(<float> (sqrt(least) * NEARLY), <float> 1e-30)
-        marked = moe_reaching(&self.blocks[0], &self.dots[0], &self.store.inverse_norm[0], self.store.size, least_score)
-        for n in range(marked):
-            block = <Py_ssize_t> self.blocks[n] * MOE_LANES
-            for entry in range(<int32_t> block, <int32_t> min(block + MOE_LANES, self.store.size)):
-                if <float> self.dots[entry] * self.store.inverse_norm[entry] >= least_score:
-                    size = self._offer(entry, size, p, oldest)
-                    if size == p:
-                        least_score = max(least_score, <float> (sqrt(self.best_key[p - 1]) * NEARLY))
+        near = moe_reaching(&self.near[0], &self.dots[0], &self.store.inverse_norm[0], self.store.size, least_score)
+        for n in range(near):
+            entry = self.near[n]
+            if <float> self.dots[entry] * self.store.inverse_norm[entry] >= least_score:
+                size = self._offer(entry, size, p, oldest)
+                if size == p:
+                    least_score = max(least_score, <float> (sqrt(self.best_key[p - 1]) * NEARLY))
         self.num_found = size
         self.num_best = 0 if oldest else size
         return size
