@@ -635,11 +635,19 @@ cdef class Core:
         """int32 array: gids that have a slot now, complete or on their way."""
         return self.slot_expert[self.slot_expert >= 0]
 
+    def victims(self, int32_t kind, int32_t wanted, int32_t layer):
+        """list of int: up to `wanted` slots of a kind that a step of `layer` would give up now, the first choice first."""
+        if not 0 <= kind < self.num_kinds or not 0 <= layer < self.num_layers or wanted < 0:
+            raise ValueError(f"kind {kind}, layer {layer}, {wanted} wanted: expected a kind below {self.num_kinds}, a "
+                             f"layer below {self.num_layers}, and no negative number")
+        cdef int32_t n = self._find_victims(
+            kind, min(wanted, self.slot_begin[kind + 1] - self.slot_begin[kind]), layer, False), i
+        return [self.found.slots[i] for i in range(n)]
+
     def retained(self, int32_t kind, int32_t count):
         """int32 array: the slots of up to `count` complete, unpinned experts of a kind, those given up last."""
-        n = self._find_victims(kind, self.slot_begin[kind + 1] - self.slot_begin[kind], 0, False)
-        slots = np.array([self.found.slots[n - 1 - i] for i in range(n)], np.int32)
-        return slots[[self._is_complete(slot) for slot in slots]][:count] if n else slots
+        slots = [slot for slot in self.victims(kind, self.num_slots, 0) if self._is_complete(slot)]
+        return np.array(slots[::-1][:count], np.int32)
 
     def adopt(self, int32_t slot, int32_t gid):
         """Enter an expert whose bytes were put into a vacant slot by other means (after a resize)."""

@@ -372,7 +372,7 @@ cdef class RequestState:
     cdef void _count(self, const int32_t *gids, const int32_t *weights, int n, bint decode) noexcept nogil:
         cdef int j
         cdef int64_t before
-        cdef bint wide = n > 256
+        cdef bint wide = False
         cdef int64_t *into = &self.decode[0] if decode else &self.prompt[0]
         for j in range(n):
             before = self.prompt[gids[j]] + self.decode[gids[j]]
