@@ -1,9 +1,10 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 """The room that decides: activation counts, history match, chance of use, victims, prefetches, the slot table.
 
-No torch, no I/O, no threads. A call of a few microseconds keeps the GIL, which is also what makes each decision atomic
-between
-Python threads; the grouping of a long prompt's ids, which touches nothing shared, releases it.
+No torch, no I/O, no threads. A decision keeps the GIL, which is what makes it atomic between Python threads. The long loops
+before it let go of it: the copying and grouping of a long prompt's ids, which touch nothing shared, and the scan of a large
+store, which reads it under a lock that writers wait for. Where taking the GIL back lasts longer than the loop itself, as
+behind a busy Python thread, they keep it (`HistoryStore.release`).
 """
 
 import cython
@@ -37,9 +38,24 @@ cdef extern from "_hazard.h" nogil:
 
 cdef extern from *:
     """
+    #include <pthread.h>
+    #include <time.h>
     #define moe_load_acquire(p) __atomic_load_n((p), __ATOMIC_ACQUIRE)
+    static int64_t moe_now_ns(void) {
+        struct timespec t;
+        clock_gettime(CLOCK_MONOTONIC, &t);
+        return t.tv_sec * (int64_t)1000000000 + t.tv_nsec;
+    }
     """
+    ctypedef struct pthread_rwlock_t:
+        pass
+    int pthread_rwlock_init(pthread_rwlock_t *, void *) nogil
+    int pthread_rwlock_rdlock(pthread_rwlock_t *) nogil
+    int pthread_rwlock_wrlock(pthread_rwlock_t *) nogil
+    int pthread_rwlock_unlock(pthread_rwlock_t *) nogil
+    int pthread_rwlock_destroy(pthread_rwlock_t *) nogil
     int32_t moe_load_acquire(int32_t *p) nogil
+    int64_t moe_now_ns() nogil
 
 # Decay per token of the two frequencies (docs/policies.md has the replay behind them).
 cdef double FAST = 0.45, SLOW = 0.02
@@ -135,6 +151,7 @@ cdef class Core:
     cdef Candidates found
     cdef Prefetcher prefetcher
     cdef readonly int64_t demands, hits, misses, evictions, waves, steps, finished
+    cdef readonly int32_t under_way   # calls of route() that have not returned
     cdef int64_t routed_tokens
 
     def __cinit__(self, HistoryStore store, layer_kind, slots_per_kind, complete, str policy="expected-next-use",
@@ -450,12 +467,17 @@ cdef class Core:
         if not 0 <= layer < self.num_layers:
             raise RoutingError(f"layer {layer} is out of range: this cache has MoE layers 0..{self.num_layers - 1}")
         step = Step(layer, tokens, k, decode, self.store.experts[layer])
-        step.read(<const char *> ids, itemsize, row_stride, column_stride, <const uint8_t *> counted, sentinel)
-        self._decide(request, step)
+        self.under_way += 1
+        try:
+            step.read(<const char *> ids, itemsize, row_stride, column_stride, <const uint8_t *> counted, sentinel, self.store)
+            self._decide(request, step)
+        finally:
+            self.under_way -= 1
         step.plan.export()
         return step
 
     cdef int _decide(self, RequestState request, Step step) except -1:
+        request.count(step)   # may let others in; from here on nobody comes between
         self._observe(request, step)
         if step.unique:
             self._admit(step, request)

@@ -11,6 +11,12 @@ cdef struct Tall:
 # entry, adding the column of all high bytes a thirtieth of that.
 cdef enum:
     FEW = 32
+# Work is counted in bytes of columns to add: from this much on, about 30 us, the GIL is let go; so much is one (token,
+# position) pair of a step to copy or to group. Where the GIL came back late, it is kept for this many times as long.
+cdef enum:
+    LONG_WORK = 1 << 19
+    PAIR_WORK = 32
+    PATIENCE = 32
 # Most best matches that can be asked for at once.
 cdef enum:
     MAX_BEST = 16
@@ -32,8 +38,17 @@ cdef class HistoryStore:
         Experts of each MoE layer.
     capacity : int
         Requests kept.
+
+    Attributes
+    ----------
+    release : int
+        Whether long work lets go of the GIL: 1 where that pays (the default: not while taking it back has just lasted
+        longer than the work), 0 never, 2 always and short work too.
     """
 
+    cdef public int release
+    cdef int64_t held_until
+    cdef pthread_rwlock_t guard   # scans without the GIL read, `add` writes; `add` has the GIL and waits for scans
     cdef readonly int32_t num_layers, num_gids, capacity, size
     cdef readonly int64_t finished, replaced, tokens
     cdef readonly object prompt_counts, decode_counts, total, transitions, origins, successions, followed, num_experts
@@ -53,6 +68,8 @@ cdef class HistoryStore:
     cdef list active
 
     def __cinit__(self, num_experts, int32_t capacity):
+        pthread_rwlock_init(&self.guard, NULL)
+        self.release = 1
         self.num_experts = np.ascontiguousarray(num_experts, np.int32)
         self.experts = self.num_experts
         self.num_layers = self.experts.shape[0]
@@ -98,6 +115,19 @@ cdef class HistoryStore:
             for gid in range(self.num_gids):
                 free(self.tall[gid].pair)
             free(self.tall)
+        pthread_rwlock_destroy(&self.guard)
+
+    cdef inline bint lets_go(self, int64_t work) noexcept:
+        if self.release != 1:
+            return self.release == 2
+        return work >= LONG_WORK and moe_now_ns() >= self.held_until
+
+    cdef inline void came_back(self, int64_t begun, int64_t ended) noexcept:
+        # Right after the GIL was taken again. Behind a busy Python thread that lasts until the interpreter makes it give
+        # way, 5 ms as a rule.
+        cdef int64_t now = moe_now_ns()
+        if now - ended > ended - begun:
+            self.held_until = now + PATIENCE * (now - ended)
 
     cdef void add_columns(self, double *dots, const int32_t *gids, const int32_t *weights, int k,
                           bint wide) noexcept nogil:
@@ -159,8 +189,6 @@ cdef class HistoryStore:
                 self.prompt[entry, gid], self.decode[entry, gid] = prompt[gid], decode[gid]
                 count = self.joined(entry, gid)
                 if count > 255:
-                    if not self.high.shape[0]:
-                        self.high = np.zeros(self.columns.shape[0], np.uint8)
                     self._push_tall(&self.tall[gid], entry, count >> 8)
                 self.columns[at] = count & 255
                 if self.high.shape[0]:
@@ -209,29 +237,36 @@ cdef class HistoryStore:
         cdef const uint16_t[::1] d = np.minimum(decode, 65535).astype(np.uint16)
         if p.shape[0] != self.num_gids or d.shape[0] != self.num_gids:
             raise ValueError(f"expected {self.num_gids} counts, got {p.shape[0]} and {d.shape[0]}")
-        if not -1 <= entry <= self.size or entry == self.capacity:
-            raise ValueError(f"entry {entry}: expected 0..{min(self.size, self.capacity - 1)}")
+        if not -1 <= entry <= min(self.size, self.capacity - 1):
+            raise ValueError(f"entry {entry}: expected at most {min(self.size, self.capacity - 1)}")
         joined = np.asarray(prompt, np.int64) + np.asarray(decode, np.int64)
         if not joined.any():
             return -1
-        if self.size < self.capacity and entry in (-1, self.size):
+        if entry < 0 and self.size < self.capacity:
             entry = self.size
-            self.size += 1
-        elif entry >= 0:
-            self.replaced += 1
-        else:
+        elif entry < 0:
             if request is None:
                 request = RequestState(self, -1)
                 request.load(joined)
             # Nothing in common with any: the oldest.
             entry = request.best[0] if request.find_best(1, True) else <int32_t> self.written.argmin()
-            self.replaced += 1
-        self._write(entry, p, d)
-        self.finished += 1
+        if joined.max() > 255 and not self.high.shape[0]:
+            self.high = np.zeros(self.columns.shape[0], np.uint8)
+        # No Python object is made while the lock is held: a finaliser could come back here.
+        pthread_rwlock_wrlock(&self.guard)
+        try:
+            self._write(entry, p, d)
+            if entry == self.size:
+                self.size += 1
+            else:
+                self.replaced += 1
+            self.finished += 1
+            for other in self.active:
+                other.refresh(entry)
+        finally:
+            pthread_rwlock_unlock(&self.guard)
         self.total += joined
         self.tokens += tokens
-        for other in self.active:
-            other.refresh(entry)
         return entry
 
     def restore(self, total, int64_t tokens, transitions, origins, successions, followed):
@@ -368,6 +403,31 @@ cdef class RequestState:
             total += (self.prompt[gid] + self.decode[gid]) * self.store.joined(entry, gid)
         self.dots[entry] = total
         self.num_best = 0
+
+    cdef void count(self, Step step) noexcept:
+        # The step into the activation matrix and the running match.
+        cdef int32_t offset = self.store.layer_offset[step.layer]
+        cdef int i, n = 0
+        cdef int64_t begun, ended
+        for i in range(step.unique):
+            if step.counted[i]:
+                step.work[n] = offset + step.experts[i]
+                step.work[step.unique + n] = step.counted[i]
+                self.row_sum[step.layer] += step.counted[i]
+                n += 1
+        if not self.store.lets_go(<int64_t> n * self.store.size):
+            self._count(step.work, step.work + step.unique, n, step.decode)
+            return
+        # Nobody else counts into this request, and whoever replaces an entry waits for the scan, so that the counts and
+        # the dot products are one to him.
+        pthread_rwlock_rdlock(&self.store.guard)
+        begun = moe_now_ns()
+        with nogil:
+            self._count(step.work, step.work + step.unique, n, step.decode)
+            self.match()
+            pthread_rwlock_unlock(&self.store.guard)
+            ended = moe_now_ns()
+        self.store.came_back(begun, ended)
 
     cdef void _count(self, const int32_t *gids, const int32_t *weights, int n, bint decode) noexcept nogil:
         cdef int j
@@ -567,20 +627,13 @@ cdef class RequestState:
                  step.ids + (step.tokens - 1) * step.k, step.k, step.k, TRANSITION_PRIOR)
 
     cdef void observe(self, Step step) noexcept:
-        # Counts, running match and decayed frequencies of one step. Later tokens weigh more, so rows are taken from the
-        # last to the first.
+        # Decayed frequencies and what follows of one step, which `count` has counted. Later tokens weigh more, so rows are
+        # taken from the last to the first.
         cdef HistoryStore store = self.store
         cdef int32_t offset = store.layer_offset[step.layer], experts = store.experts[step.layer], e
-        cdef int i, j, n = 0
+        cdef int j
         cdef Py_ssize_t t
         cdef double fast = FAST, slow = SLOW, keep_fast, keep_slow
-        for i in range(step.unique):
-            if step.counted[i]:
-                step.work[n] = offset + step.experts[i]
-                step.work[step.unique + n] = step.counted[i]
-                self.row_sum[step.layer] += step.counted[i]
-                n += 1
-        self._count(step.work, step.work + step.unique, n, step.decode)
         keep_fast = pow(1 - FAST, <double> step.counted_tokens)
         keep_slow = pow(1 - SLOW, <double> step.counted_tokens)
         for e in range(experts):
