@@ -69,7 +69,9 @@ class Setting:
             self.store.add(nothing, row, 0)
             self.rows[n] = row / np.linalg.norm(row)
         random = np.random.default_rng(7)
-        self.ids = [random.choice(shape.experts, shape.top_k, replace=False).astype(np.int32) for _ in range(shape.layers * 8)]
+        self.ids = [
+            random.choice(shape.experts, shape.top_k, replace=False).astype(np.int32) for _ in range(shape.layers * 8)
+        ]
         self.queries = np.zeros((len(self.ids), shape.width), np.float32)
         for n, ids in enumerate(self.ids):
             self.queries[n] = self.queries[n - 1] if n else 0

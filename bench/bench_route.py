@@ -1,12 +1,13 @@
-"""One ``route()`` whose experts are all in their slots: 26 layers x 64 experts, top-6, 1,000 stored requests.
+"""One ``route()``: 26 layers x 64 experts, top-6, 1,000 stored requests; and a large model with several requests at once.
 
     make bench
 
-What a decode step pays when nothing has to move: checks, counting, match, chances of use, hits and the lease.
+What a decode step pays when nothing has to move: checks, counting, chances of use, hits and the lease; then with one
+expert missing, and with experts fetched ahead.
 """
 
 from collections.abc import Iterator
-from itertools import cycle
+from itertools import count, cycle, islice
 
 import numpy as np
 import pytest
@@ -17,16 +18,20 @@ from moecache import ExpertBank, ExpertCache, Fingerprint, History, Request
 LAYERS, EXPERTS, TOP_K, STORED = 26, 64, 6, 1_000
 
 
+def bank() -> ExpertBank:
+    return ExpertBank.from_tensors([{"weight": torch.zeros(EXPERTS, 16)} for _ in range(LAYERS)])
+
+
 @pytest.fixture(scope="module")
 def request_() -> Iterator[Request]:
     """A running request of a cache that holds every expert."""
-    bank = ExpertBank.from_tensors([{"weight": torch.zeros(EXPERTS, 16)} for _ in range(LAYERS)])
-    history = History(Fingerprint.of(bank, TOP_K), STORED)
+    experts = bank()
+    history = History(Fingerprint.of(experts, TOP_K), STORED)
     random = np.random.default_rng(0)
     for _ in range(STORED):
         counts = random.poisson(8 * random.gamma(0.5, size=LAYERS * EXPERTS)).astype(np.int64)
         history.add(np.zeros_like(counts), counts, 100)
-    with ExpertCache(bank, 1.0, history=history, top_k=TOP_K) as cache:
+    with ExpertCache(experts, 1.0, history=history, top_k=TOP_K) as cache:
         with cache.request() as request:
             for layer in range(LAYERS):
                 with request.route(layer, torch.arange(EXPERTS)[None]) as lease:
@@ -68,3 +73,93 @@ def test_route_and_ready(benchmark, request_: Request) -> None:
                 pass
 
     benchmark(step)
+
+
+@pytest.mark.benchmark(group="route(), something to move")
+def test_route_with_one_miss(benchmark) -> None:
+    """Five experts of every layer stay, the sixth never is there."""
+    with ExpertCache(bank(), LAYERS * (TOP_K + 2), top_k=TOP_K, prefetch=False) as cache, cache.request() as request:
+        todo = (
+            (layer, torch.tensor([[0, 1, 2, 3, 4, 5 + token % (EXPERTS - 5)]]))
+            for token in count()
+            for layer in range(LAYERS)
+        )
+        ready = cycle(list(islice(todo, LAYERS * (EXPERTS - 5))))
+
+        def step() -> None:
+            layer, ids = next(ready)
+            with request.route(layer, ids):
+                pass
+
+        for _ in range(LAYERS * EXPERTS):
+            step()
+        cache.reset_stats()
+        benchmark(step)
+        stats = cache.stats()
+        benchmark.extra_info["misses_per_step"] = round(stats.misses / stats.steps, 2)
+
+
+@pytest.mark.benchmark(group="route(), something to move")
+@pytest.mark.parametrize("prefetch", [False, True], ids=["demand", "prefetch"])
+def test_route_of_a_predictable_model(benchmark, prefetch: bool) -> None:
+    """Six experts of every layer that change together with each token, half of all on the device: with prefetching they
+    are asked for a layer ahead, without it when they are missing."""
+    with ExpertCache(bank(), 0.5, top_k=TOP_K, prefetch=prefetch) as cache, cache.request() as request:
+        random = np.random.default_rng(0)
+        sets = [
+            [torch.from_numpy(random.permutation(EXPERTS)[None, :TOP_K].copy()) for _ in range(LAYERS)]
+            for _ in range(12)
+        ]
+        todo = cycle([(layer, sets[n][layer]) for n in random.integers(12, size=200) for layer in range(LAYERS)])
+
+        def step() -> None:
+            layer, ids = next(todo)
+            with request.route(layer, ids) as lease:
+                for _ in lease.ready():
+                    pass
+
+        for _ in range(LAYERS * 60):
+            step()
+        cache.reset_stats()
+        benchmark(step)
+        stats = cache.stats()
+        benchmark.extra_info["misses_per_step"] = round(stats.misses / stats.steps, 2)
+        benchmark.extra_info["prefetches_per_step"] = round(stats.prefetch_issued / stats.steps, 2)
+
+
+@pytest.mark.benchmark(group="route() of a large model, 61x256, k = 8, 10,000 stored requests, 8 requests at once")
+@pytest.mark.parametrize("policy", ["expected-next-use", "moe-infinity", "lru"])
+def test_route_at_scale(benchmark, policy: str) -> None:
+    """Nothing moves but what half the experts' slots ask for; steps of eight requests take turns."""
+    layers, experts, top_k, stored = 61, 256, 8, 10_000
+    random = np.random.default_rng(0)
+    large = ExpertBank.from_tensors([{"weight": torch.zeros(experts, 4)} for _ in range(layers)])
+    history = History(Fingerprint.of(large, top_k), stored)
+    popularity = random.dirichlet(np.full(experts, 0.2), layers)
+    nothing = np.zeros(layers * experts, np.int64)
+    for _ in range(stored):
+        history.add(nothing, random.poisson(800 * popularity).ravel(), 100)
+    ids = [
+        (layer, torch.from_numpy(np.argsort(-popularity[layer] * random.gamma(1, size=experts))[None, :top_k].copy()))
+        for _ in range(40)
+        for layer in range(layers)
+    ]
+    with ExpertCache(large, 0.5, history=history, top_k=top_k, policy=policy) as cache:
+        requests = [cache.request() for _ in range(8)]
+        todo = cycle([(requests[n % 8], *ids[(n // 8 + 61 * 5 * (n % 8)) % len(ids)]) for n in range(8 * len(ids))])
+
+        def step() -> None:
+            request, layer, chosen = next(todo)
+            with request.route(layer, chosen) as lease:
+                for _ in lease.ready():
+                    pass
+
+        for _ in range(8 * layers * 4):
+            step()
+        cache.reset_stats()
+        benchmark(step)
+        stats = cache.stats()
+        benchmark.extra_info["misses_per_step"] = round(stats.misses / stats.steps, 2)
+        benchmark.extra_info["store_bytes"] = history.store.nbytes
+        for request in requests:
+            request.close(keep=False)

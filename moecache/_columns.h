@@ -7,8 +7,8 @@
 typedef uint32_t MOE_VECTOR(words) __attribute__((vector_size(MOE_WIDTH), aligned(1), may_alias));
 typedef uint16_t MOE_VECTOR(halves) __attribute__((vector_size(MOE_WIDTH), may_alias));
 
-/* dots[i] += scale * sum_j weight[j] * column_j[i]. `wide` is 0 when every weight is 1 and k <= 257: then sums of 16 bits
- * cannot overflow. The tail may run over `n`, never over the padded store. */
+/* dots[i] += scale * sum_j weight[j] * column_j[i]. `wide` is 0 when every weight is 1: then sums of 16
+ * bits cannot overflow, k being small. The tail may run over `n`, never over the padded store. */
 MOE_TARGET static void MOE_NAME(double *restrict dots, const uint8_t *restrict columns, ptrdiff_t stride,
                                 const int32_t *restrict gids, const int32_t *restrict weights, int k, int wide,
                                 double scale, ptrdiff_t n) {

@@ -1,9 +1,10 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 """The room that decides: activation counts, history match, chance of use, victims, prefetches, the slot table.
 
-No torch, no I/O, no threads. A call of a few microseconds keeps the GIL, which is also what makes each decision atomic
-between
-Python threads; the grouping of a long prompt's ids, which touches nothing shared, releases it.
+No torch, no I/O, no threads. A decision keeps the GIL, which is what makes it atomic between Python threads. The long loops
+before it let go of it: the copying and grouping of a long prompt's ids, which touch nothing shared, and the scan of a large
+store, which reads it under a lock that writers wait for. Where taking the GIL back lasts longer than the loop itself, as
+behind a busy Python thread, they keep it (`HistoryStore.release`).
 """
 
 import cython
@@ -17,11 +18,10 @@ from libc.string cimport memcpy, memmove, memset
 from moecache.errors import LeaseError, RoutingError
 
 cdef extern from "_match.h" nogil:
-    enum: MOE_LANES
     ptrdiff_t moe_place(ptrdiff_t entry)
     void moe_add_columns(double *dots, const uint8_t *columns, ptrdiff_t stride, const int32_t *gids,
                          const int32_t *weights, int k, int wide, double scale, ptrdiff_t n)
-    ptrdiff_t moe_reaching(int32_t *blocks, const double *dots, const float *inverse_norm, ptrdiff_t n, float least)
+    ptrdiff_t moe_reaching(int32_t *entries, const double *dots, const float *inverse_norm, ptrdiff_t n, float least)
     void moe_lift(double *out, double *rarity, const int32_t *table, const int32_t *origins, const int32_t *targets,
                   int width, const int32_t *experts, int n, int k, double prior)
 
@@ -47,9 +47,24 @@ cdef extern from "_forecast.h" nogil:
 
 cdef extern from *:
     """
+    #include <pthread.h>
+    #include <time.h>
     #define moe_load_acquire(p) __atomic_load_n((p), __ATOMIC_ACQUIRE)
+    static int64_t moe_now_ns(void) {
+        struct timespec t;
+        clock_gettime(CLOCK_MONOTONIC, &t);
+        return t.tv_sec * (int64_t)1000000000 + t.tv_nsec;
+    }
     """
+    ctypedef struct pthread_rwlock_t:
+        pass
+    int pthread_rwlock_init(pthread_rwlock_t *, void *) nogil
+    int pthread_rwlock_rdlock(pthread_rwlock_t *) nogil
+    int pthread_rwlock_wrlock(pthread_rwlock_t *) nogil
+    int pthread_rwlock_unlock(pthread_rwlock_t *) nogil
+    int pthread_rwlock_destroy(pthread_rwlock_t *) nogil
     int32_t moe_load_acquire(int32_t *p) nogil
+    int64_t moe_now_ns() nogil
 
 # Decay per token of the two frequencies (docs/policies.md has the replay behind them).
 cdef double FAST = 0.45, SLOW = 0.02
@@ -146,6 +161,7 @@ cdef class Core:
     cdef Candidates found
     cdef Prefetcher prefetcher
     cdef readonly int64_t demands, hits, misses, evictions, waves, steps, finished
+    cdef readonly int32_t under_way   # calls of route() that have not returned
     cdef int64_t routed_tokens
 
     def __cinit__(self, HistoryStore store, layer_kind, slots_per_kind, complete, str policy="expected-next-use",
@@ -463,12 +479,17 @@ cdef class Core:
         if not 0 <= layer < self.num_layers:
             raise RoutingError(f"layer {layer} is out of range: this cache has MoE layers 0..{self.num_layers - 1}")
         step = Step(layer, tokens, k, decode, self.store.experts[layer])
-        step.read(<const char *> ids, itemsize, row_stride, column_stride, <const uint8_t *> counted, sentinel)
-        self._decide(request, step)
+        self.under_way += 1
+        try:
+            step.read(<const char *> ids, itemsize, row_stride, column_stride, <const uint8_t *> counted, sentinel, self.store)
+            self._decide(request, step)
+        finally:
+            self.under_way -= 1
         step.plan.export()
         return step
 
     cdef int _decide(self, RequestState request, Step step) except -1:
+        request.count(step)   # may let others in; from here on nobody comes between
         self._observe(request, step)
         if step.unique:
             self._admit(step, request)
@@ -648,11 +669,19 @@ cdef class Core:
         """int32 array: gids that have a slot now, complete or on their way."""
         return self.slot_expert[self.slot_expert >= 0]
 
+    def victims(self, int32_t kind, int32_t wanted, int32_t layer):
+        """list of int: up to `wanted` slots of a kind that a step of `layer` would give up now, the first choice first."""
+        if not 0 <= kind < self.num_kinds or not 0 <= layer < self.num_layers or wanted < 0:
+            raise ValueError(f"kind {kind}, layer {layer}, {wanted} wanted: expected a kind below {self.num_kinds}, a "
+                             f"layer below {self.num_layers}, and no negative number")
+        cdef int32_t n = self._find_victims(
+            kind, min(wanted, self.slot_begin[kind + 1] - self.slot_begin[kind]), layer, False), i
+        return [self.found.slots[i] for i in range(n)]
+
     def retained(self, int32_t kind, int32_t count):
         """int32 array: the slots of up to `count` complete, unpinned experts of a kind, those given up last."""
-        n = self._find_victims(kind, self.slot_begin[kind + 1] - self.slot_begin[kind], 0, False)
-        slots = np.array([self.found.slots[n - 1 - i] for i in range(n)], np.int32)
-        return slots[[self._is_complete(slot) for slot in slots]][:count] if n else slots
+        slots = [slot for slot in self.victims(kind, self.num_slots, 0) if self._is_complete(slot)]
+        return np.array(slots[::-1][:count], np.int32)
 
     def adopt(self, int32_t slot, int32_t gid):
         """Enter an expert whose bytes were put into a vacant slot by other means (after a resize)."""

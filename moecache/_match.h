@@ -44,26 +44,36 @@ static inline ptrdiff_t moe_place(ptrdiff_t entry) {
 #define MOE_VECTOR(name) moe_##name##_256
 #include "_columns.h"
 
+/* As many columns are read side by side as the memory prefetcher follows. */
+#define MOE_ABREAST 8
+
 static void moe_add_columns(double *dots, const uint8_t *columns, ptrdiff_t stride, const int32_t *gids,
                             const int32_t *weights, int k, int wide, double scale, ptrdiff_t n) {
+    for (int j = 0; j < k; j += MOE_ABREAST) {
+        const int m = k - j < MOE_ABREAST ? k - j : MOE_ABREAST;
 #ifdef MOE_X86
-    if (__builtin_cpu_supports("x86-64-v4")) {
-        moe_add_columns_512(dots, columns, stride, gids, weights, k, wide, scale, n);
-        return;
-    }
+        if (__builtin_cpu_supports("x86-64-v4")) {
+            moe_add_columns_512(dots, columns, stride, gids + j, weights + j, m, wide, scale, n);
+            continue;
+        }
 #endif
-    moe_add_columns_256(dots, columns, stride, gids, weights, k, wide, scale, n);
+        moe_add_columns_256(dots, columns, stride, gids + j, weights + j, m, wide, scale, n);
+    }
 }
 
-/* Numbers of the blocks with an entry of dots[i] * inverse_norm[i] >= least, ascending; returns how many. */
-MOE_CLONES static ptrdiff_t moe_reaching(int32_t *restrict blocks, const double *restrict dots,
+/* Entries of dots[i] * inverse_norm[i] >= least (above zero, so that the padding never is one), ascending; returns how
+ * many. */
+MOE_CLONES static ptrdiff_t moe_reaching(int32_t *restrict entries, const double *restrict dots,
                                          const float *restrict inverse_norm, ptrdiff_t n, float least) {
     ptrdiff_t found = 0;
     for (ptrdiff_t base = 0; base < n; base += MOE_LANES) {
         int32_t any = 0;
         for (int i = 0; i < MOE_LANES; i++) any |= -((float)dots[base + i] * inverse_norm[base + i] >= least);
-        blocks[found] = (int32_t)(base / MOE_LANES);
-        found += any != 0;
+        if (!any) continue;
+        for (int i = 0; i < MOE_LANES; i++) {
+            entries[found] = (int32_t)(base + i);
+            found += (float)dots[base + i] * inverse_norm[base + i] >= least;
+        }
     }
     return found;
 }

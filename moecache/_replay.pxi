@@ -116,6 +116,7 @@ cdef class Replay:
             self.clock.reach_layer(self.leader)
         if step.unique == 0:
             return 0
+        request.count(step)
         self.leader._observe(request, step)
         if self.judge is not None:
             self.judge.look(self.leader, request, step, self.experts, self.start[f], f)

@@ -157,14 +157,18 @@ cdef class Step:
             self.scratch[best] = 1
 
     cdef int read(self, const char *address, int itemsize, Py_ssize_t row_stride, Py_ssize_t column_stride,
-                  const uint8_t *counted, int64_t sentinel) except -1:
+                  const uint8_t *counted, int64_t sentinel, HistoryStore store) except -1:
         """Copy and check the router's ids, then group the (token, position) pairs by expert."""
-        cdef Py_ssize_t bad, token, place, pairs = self.tokens * self.k
+        cdef Py_ssize_t bad, token, place
+        cdef int64_t work = self.tokens * self.k * PAIR_WORK, begun, ended
         cdef int64_t[::1] token_index, position
         cdef int32_t *tally
-        if pairs > 4096:
+        if store.lets_go(work):
+            begun = moe_now_ns()
             with nogil:
                 bad = self._copy(address, itemsize, row_stride, column_stride, sentinel)
+                ended = moe_now_ns()
+            store.came_back(begun, ended)
         else:
             bad = self._copy(address, itemsize, row_stride, column_stride, sentinel)
         if bad >= 0:
@@ -184,7 +188,13 @@ cdef class Step:
                 self.token_index = np.empty(self.start[self.unique], np.int64)
                 self._places = np.empty(self.start[self.unique], np.int64)
                 token_index, position = self.token_index, self._places
-                with nogil:
+                if store.lets_go(work):
+                    begun = moe_now_ns()
+                    with nogil:
+                        self._group(tally, &token_index[0], &position[0])
+                        ended = moe_now_ns()
+                    store.came_back(begun, ended)
+                else:
                     self._group(tally, &token_index[0], &position[0])
         finally:
             free(tally)

@@ -2,15 +2,21 @@
 # (RequestState).
 
 cdef struct Tall:
-    # Entries whose count in one column does not fit a byte.
+    # Entries whose count in one column does not fit a byte, and its high byte: pairs.
     int32_t size, room
-    int32_t *entry
+    int32_t *pair
 
 
 # A list of tall entries is walked while it is this many times shorter than the store; a walk costs about a nanosecond an
-# entry, reading all high bytes a thirtieth.
+# entry, adding the column of all high bytes a thirtieth of that.
 cdef enum:
     FEW = 32
+# Work is counted in bytes of columns to add: from this much on, about 30 us, the GIL is let go; so much is one (token,
+# position) pair of a step to copy or to group. Where the GIL came back late, it is kept for this many times as long.
+cdef enum:
+    LONG_WORK = 1 << 19
+    PAIR_WORK = 32
+    PATIENCE = 32
 # Most best matches that can be asked for at once.
 cdef enum:
     MAX_BEST = 16
@@ -32,8 +38,17 @@ cdef class HistoryStore:
         Experts of each MoE layer.
     capacity : int
         Requests kept.
+
+    Attributes
+    ----------
+    release : int
+        Whether long work lets go of the GIL: 1 where that pays (the default: not while taking it back has just lasted
+        longer than the work), 0 never, 2 always and short work too.
     """
 
+    cdef public int release
+    cdef int64_t held_until
+    cdef pthread_rwlock_t guard   # scans without the GIL read, `add` writes; `add` has the GIL and waits for scans
     cdef readonly int32_t num_layers, num_gids, capacity, size
     cdef readonly int64_t finished, replaced, tokens
     cdef readonly object prompt_counts, decode_counts, total, transitions, origins, successions, followed, num_experts
@@ -54,6 +69,8 @@ cdef class HistoryStore:
     cdef list active
 
     def __cinit__(self, num_experts, int32_t capacity):
+        pthread_rwlock_init(&self.guard, NULL)
+        self.release = 1
         self.num_experts = np.ascontiguousarray(num_experts, np.int32)
         self.experts = self.num_experts
         self.num_layers = self.experts.shape[0]
@@ -97,8 +114,21 @@ cdef class HistoryStore:
         cdef int32_t gid
         if self.tall != NULL:
             for gid in range(self.num_gids):
-                free(self.tall[gid].entry)
+                free(self.tall[gid].pair)
             free(self.tall)
+        pthread_rwlock_destroy(&self.guard)
+
+    cdef inline bint lets_go(self, int64_t work) noexcept:
+        if self.release != 1:
+            return self.release == 2
+        return work >= LONG_WORK and moe_now_ns() >= self.held_until
+
+    cdef inline void came_back(self, int64_t begun, int64_t ended) noexcept:
+        # Right after the GIL was taken again. Behind a busy Python thread that lasts until the interpreter makes it give
+        # way, 5 ms as a rule.
+        cdef int64_t now = moe_now_ns()
+        if now - ended > ended - begun:
+            self.held_until = now + PATIENCE * (now - ended)
 
     cdef void add_columns(self, double *dots, const int32_t *gids, const int32_t *weights, int k,
                           bint wide) noexcept nogil:
@@ -108,7 +138,7 @@ cdef class HistoryStore:
         moe_add_columns(dots, &self.columns[0], self.stride, gids, weights, k, wide, 1, self.size)
         for j in range(k):
             if self.tall[gids[j]].size * FEW < self.size:
-                self._add_tall(dots, gids[j], 256.0 * weights[j])
+                self._add_tall(dots, &self.tall[gids[j]], 256.0 * weights[j])
                 continue
             many[n], heavy[n] = gids[j], weights[j]
             n += 1
@@ -118,32 +148,29 @@ cdef class HistoryStore:
         if n:
             moe_add_columns(dots, &self.high[0], self.stride, many, heavy, n, wide, 256, self.size)
 
-    cdef inline void _add_tall(self, double *dots, int32_t gid, double weight) noexcept nogil:
-        cdef int32_t i, entry
-        for i in range(self.tall[gid].size):
-            entry = self.tall[gid].entry[i]
-            dots[entry] += weight * self.high[gid * self.stride + moe_place(entry)]
+    cdef inline void _add_tall(self, double *dots, const Tall *table, double weight) noexcept nogil:
+        cdef int32_t i
+        for i in range(0, 2 * table.size, 2):
+            dots[table.pair[i]] += weight * table.pair[i + 1]
 
-    cdef int _push_tall(self, int32_t gid, int32_t entry) except -1:
-        cdef Tall *table = &self.tall[gid]
+    cdef int _push_tall(self, Tall *table, int32_t entry, int32_t high) except -1:
         cdef int32_t room = 2 * table.room + 4
         cdef int32_t *grown
         if table.size == table.room:
-            grown = <int32_t *> realloc(table.entry, room * sizeof(int32_t))
+            grown = <int32_t *> realloc(table.pair, 2 * room * sizeof(int32_t))
             if grown == NULL:
                 raise MemoryError()
-            table.entry, table.room = grown, room
-        table.entry[table.size] = entry
+            table.pair, table.room = grown, room
+        table.pair[2 * table.size], table.pair[2 * table.size + 1] = entry, high
         table.size += 1
         return 0
 
-    cdef void _drop_tall(self, int32_t gid, int32_t entry) noexcept nogil:
-        cdef Tall *table = &self.tall[gid]
+    cdef void _drop_tall(self, Tall *table, int32_t entry) noexcept nogil:
         cdef int32_t i
-        for i in range(table.size):
-            if table.entry[i] == entry:
+        for i in range(0, 2 * table.size, 2):
+            if table.pair[i] == entry:
                 table.size -= 1
-                table.entry[i] = table.entry[table.size]
+                table.pair[i], table.pair[i + 1] = table.pair[2 * table.size], table.pair[2 * table.size + 1]
                 return
 
     cdef inline int32_t joined(self, int32_t entry, int32_t gid) noexcept nogil:
@@ -159,13 +186,11 @@ cdef class HistoryStore:
             for gid in range(self.layer_offset[layer], self.layer_offset[layer + 1]):
                 at = gid * self.stride + place
                 if self.joined(entry, gid) > 255:
-                    self._drop_tall(gid, entry)
+                    self._drop_tall(&self.tall[gid], entry)
                 self.prompt[entry, gid], self.decode[entry, gid] = prompt[gid], decode[gid]
                 count = self.joined(entry, gid)
                 if count > 255:
-                    if not self.high.shape[0]:
-                        self.high = np.zeros(self.columns.shape[0], np.uint8)
-                    self._push_tall(gid, entry)
+                    self._push_tall(&self.tall[gid], entry, count >> 8)
                 self.columns[at] = count & 255
                 if self.high.shape[0]:
                     self.high[at] = count >> 8
@@ -213,29 +238,36 @@ cdef class HistoryStore:
         cdef const uint16_t[::1] d = np.minimum(decode, 65535).astype(np.uint16)
         if p.shape[0] != self.num_gids or d.shape[0] != self.num_gids:
             raise ValueError(f"expected {self.num_gids} counts, got {p.shape[0]} and {d.shape[0]}")
-        if not -1 <= entry <= self.size or entry == self.capacity:
-            raise ValueError(f"entry {entry}: expected 0..{min(self.size, self.capacity - 1)}")
+        if not -1 <= entry <= min(self.size, self.capacity - 1):
+            raise ValueError(f"entry {entry}: expected at most {min(self.size, self.capacity - 1)}")
         joined = np.asarray(prompt, np.int64) + np.asarray(decode, np.int64)
         if not joined.any():
             return -1
-        if self.size < self.capacity and entry in (-1, self.size):
+        if entry < 0 and self.size < self.capacity:
             entry = self.size
-            self.size += 1
-        elif entry >= 0:
-            self.replaced += 1
-        else:
+        elif entry < 0:
             if request is None:
                 request = RequestState(self, -1)
                 request.load(joined)
             # Nothing in common with any: the oldest.
             entry = request.best[0] if request.find_best(1, True) else <int32_t> self.written.argmin()
-            self.replaced += 1
-        self._write(entry, p, d)
-        self.finished += 1
+        if joined.max() > 255 and not self.high.shape[0]:
+            self.high = np.zeros(self.columns.shape[0], np.uint8)
+        # No Python object is made while the lock is held: a finaliser could come back here.
+        pthread_rwlock_wrlock(&self.guard)
+        try:
+            self._write(entry, p, d)
+            if entry == self.size:
+                self.size += 1
+            else:
+                self.replaced += 1
+            self.finished += 1
+            for other in self.active:
+                other.refresh(entry)
+        finally:
+            pthread_rwlock_unlock(&self.guard)
         self.total += joined
         self.tokens += tokens
-        for other in self.active:
-            other.refresh(entry)
         return entry
 
     def restore(self, total, int64_t tokens, transitions, origins, successions, followed):
@@ -321,7 +353,7 @@ cdef class RequestState:
     cdef int num_best, num_found
     cdef int32_t[MAX_BEST] best
     cdef double[MAX_BEST] best_key
-    cdef int32_t[::1] blocks
+    cdef int32_t[::1] near
     cdef int32_t rows
     cdef int32_t previous_layer, previous_k
     cdef Py_ssize_t previous_tokens
@@ -336,7 +368,7 @@ cdef class RequestState:
         self.decode_counts = np.zeros(store.num_gids, np.int64)
         self.prompt, self.decode = self.prompt_counts, self.decode_counts
         self.dots = np.zeros(store.stride, np.float64)
-        self.blocks = np.zeros(store.stride // MOE_LANES, np.int32)
+        self.near = np.zeros(store.stride, np.int32)
         self.row_sum = np.zeros(store.num_layers, np.int64)
         self.fast = np.zeros(store.num_gids, np.float32)
         self.slow = np.zeros(store.num_gids, np.float32)
@@ -374,10 +406,35 @@ cdef class RequestState:
         self.dots[entry] = total
         self.num_best = 0
 
+    cdef void count(self, Step step) noexcept:
+        # The step into the activation matrix and the running match.
+        cdef int32_t offset = self.store.layer_offset[step.layer]
+        cdef int i, n = 0
+        cdef int64_t begun, ended
+        for i in range(step.unique):
+            if step.counted[i]:
+                step.work[n] = offset + step.experts[i]
+                step.work[step.unique + n] = step.counted[i]
+                self.row_sum[step.layer] += step.counted[i]
+                n += 1
+        if not self.store.lets_go(<int64_t> n * self.store.size):
+            self._count(step.work, step.work + step.unique, n, step.decode)
+            return
+        # Nobody else counts into this request, and whoever replaces an entry waits for the scan, so that the counts and
+        # the dot products are one to him.
+        pthread_rwlock_rdlock(&self.store.guard)
+        begun = moe_now_ns()
+        with nogil:
+            self._count(step.work, step.work + step.unique, n, step.decode)
+            self.match()
+            pthread_rwlock_unlock(&self.store.guard)
+            ended = moe_now_ns()
+        self.store.came_back(begun, ended)
+
     cdef void _count(self, const int32_t *gids, const int32_t *weights, int n, bint decode) noexcept nogil:
         cdef int j
         cdef int64_t before
-        cdef bint wide = n > 256
+        cdef bint wide = False
         cdef int64_t *into = &self.decode[0] if decode else &self.prompt[0]
         for j in range(n):
             before = self.prompt[gids[j]] + self.decode[gids[j]]
@@ -399,27 +456,26 @@ cdef class RequestState:
         return (self.store.written_view[entry] > self.store.written_view[self.best[i]]) != oldest
 
     cdef int find_best(self, int p, bint oldest) noexcept nogil:
-        # The p entries of largest cosine similarity into `best`, best first; returns how many have any. One scan marks the
-        # blocks that reach what the best ones of the last time are worth now, which seldom are more than they; those are
+        # The p entries of largest cosine similarity into `best`, best first; returns how many have any. One scan lists the
+        # entries that reach what the best ones of the last time are worth now, seldom many more than they; those are
         # looked at in full precision.
         cdef double least = 0
         cdef float least_score
         cdef int i, size = 0
         cdef int32_t entry
-        cdef Py_ssize_t n, block, marked
+        cdef Py_ssize_t n, near
         if self.num_found >= p:
             least = self._key(self.best[0])
             for i in range(1, p):
                 least = min(least, self._key(self.best[i]))
         least_score = max(<float> (sqrt(least) * NEARLY), <float> 1e-30)
-        marked = moe_reaching(&self.blocks[0], &self.dots[0], &self.store.inverse_norm[0], self.store.size, least_score)
-        for n in range(marked):
-            block = <Py_ssize_t> self.blocks[n] * MOE_LANES
-            for entry in range(<int32_t> block, <int32_t> min(block + MOE_LANES, self.store.size)):
-                if <float> self.dots[entry] * self.store.inverse_norm[entry] >= least_score:
-                    size = self._offer(entry, size, p, oldest)
-                    if size == p:
-                        least_score = max(least_score, <float> (sqrt(self.best_key[p - 1]) * NEARLY))
+        near = moe_reaching(&self.near[0], &self.dots[0], &self.store.inverse_norm[0], self.store.size, least_score)
+        for n in range(near):
+            entry = self.near[n]
+            if <float> self.dots[entry] * self.store.inverse_norm[entry] >= least_score:
+                size = self._offer(entry, size, p, oldest)
+                if size == p:
+                    least_score = max(least_score, <float> (sqrt(self.best_key[p - 1]) * NEARLY))
         self.num_found = size
         self.num_best = 0 if oldest else size
         return size
@@ -577,20 +633,13 @@ cdef class RequestState:
                  step.ids + (step.tokens - 1) * step.k, step.k, step.k, TRANSITION_PRIOR)
 
     cdef void observe(self, Step step) noexcept:
-        # Counts, running match and decayed frequencies of one step. Later tokens weigh more, so rows are taken from the
-        # last to the first.
+        # Decayed frequencies and what follows of one step, which `count` has counted. Later tokens weigh more, so rows are
+        # taken from the last to the first.
         cdef HistoryStore store = self.store
         cdef int32_t offset = store.layer_offset[step.layer], experts = store.experts[step.layer], e
-        cdef int i, j, n = 0
+        cdef int j
         cdef Py_ssize_t t
         cdef double fast = FAST, slow = SLOW, keep_fast, keep_slow
-        for i in range(step.unique):
-            if step.counted[i]:
-                step.work[n] = offset + step.experts[i]
-                step.work[step.unique + n] = step.counted[i]
-                self.row_sum[step.layer] += step.counted[i]
-                n += 1
-        self._count(step.work, step.work + step.unique, n, step.decode)
         keep_fast = pow(1 - FAST, <double> step.counted_tokens)
         keep_slow = pow(1 - SLOW, <double> step.counted_tokens)
         for e in range(experts):

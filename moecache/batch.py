@@ -20,7 +20,7 @@ _TILE = 1024
 
 
 def _dot_products(queries: np.ndarray, columns: np.ndarray, out: np.ndarray) -> None:
-    experts, stored = columns.shape
+    stored = columns.shape[1]
     for q in numba.prange(len(queries)):
         query = queries[q]
         used = np.flatnonzero(query)
@@ -35,7 +35,9 @@ def _dot_products(queries: np.ndarray, columns: np.ndarray, out: np.ndarray) -> 
                 column_c, column_d = columns[c, begin:end], columns[d, begin:end]
                 for i in range(end - begin):
                     sums[i] += (
-                        query[a] * column_a[i] + query[b] * column_b[i] + (query[c] * column_c[i] + query[d] * column_d[i])
+                        query[a] * column_a[i]
+                        + query[b] * column_b[i]
+                        + (query[c] * column_c[i] + query[d] * column_d[i])
                     )
             for j in range(len(used) // 4 * 4, len(used)):
                 column = columns[used[j], begin:end]

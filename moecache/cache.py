@@ -262,7 +262,7 @@ class ExpertCache:
         """
         self._check_open()
         slots = self._slots_for(capacity)
-        if any(list(self._leases.values())):
+        if self._core.under_way or any(list(self._leases.values())):
             raise LeaseError("resize() while a lease is open: leave the `with request.route(...)` block first")
         self._engine.drain(self.timeout)
         core, pool, copies = self._core, self.pool, self._copies

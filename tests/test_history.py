@@ -114,9 +114,7 @@ def test_many_matches_in_threads_are_the_same() -> None:
     np.testing.assert_array_equal(found.match_many(counts, parallel=True), found.match_many(counts))
 
 
-@pytest.mark.parametrize(
-    "counts", [np.zeros(12, int), np.zeros((2, 11), int), np.zeros((2, 12)), np.full((2, 12), -1)]
-)
+@pytest.mark.parametrize("counts", [np.zeros(12, int), np.zeros((2, 11), int), np.zeros((2, 12)), np.full((2, 12), -1)])
 def test_counts_that_are_no_activation_matrices(counts: np.ndarray) -> None:
     with pytest.raises(HistoryFormatError, match=r"expected non-negative integers \[n, 12\]"):
         filled(2).match_many(counts)
