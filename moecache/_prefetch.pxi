@@ -18,7 +18,7 @@ cdef float SHIELDED = 0.5
 cdef double TEMPER = 1.0
 cdef float SURE = 0.5
 # Share of prefetches that must prove useful, measured over about the last 64, where not more is needed to break even;
-# below it only one step in 16 still tries, picked by a hash (Knuth's multiplicative one) so that it is not always the
+# below it only one step in 64 still tries, picked by a hash (Knuth's multiplicative one) so that it is not always the
 # same layer's.
 cdef float USEFUL_FLOOR = 0.2
 cdef double USEFUL_DECAY = 1.0 / 64
@@ -226,7 +226,7 @@ cdef class Prefetcher:
             return False
         if not core.num_layers * step.k <= core.num_slots < core.num_gids:
             return False
-        return self.useful_share >= max(USEFUL_FLOOR, self.break_even) or (<uint32_t> core.steps * HASH) >> 28 == 0
+        return self.useful_share >= max(USEFUL_FLOOR, self.break_even) or (<uint32_t> core.steps * HASH) >> 26 == 0
 
     cdef void plan(self, Core core, RequestState request, Step step) noexcept:
         """Queue prefetches for coming layers, where that is worth a transfer, and drop those that no longer are."""
