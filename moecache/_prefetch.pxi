@@ -18,7 +18,7 @@ cdef float SHIELDED = 0.5
 cdef double TEMPER = 1.0
 cdef float SURE = 0.5
 # Share of prefetches that must prove useful, measured over about the last 64, where not more is needed to break even;
-# below it only one step in 16 still tries, picked by a hash (Knuth's multiplicative one) so that it is not always the
+# below it only one step in 64 still tries, picked by a hash (Knuth's multiplicative one) so that it is not always the
 # same layer's.
 cdef float USEFUL_FLOOR = 0.2
 cdef double USEFUL_DECAY = 1.0 / 64
@@ -66,16 +66,16 @@ cdef class Prefetcher:
     cdef Wish[MAX_WISHES] wish    # the likeliest first
     cdef int64_t issued, useful, late, wasted, dropped
     cdef double useful_share, waste_share, credit
-    # Seconds as measured; how many experts the link could move in a layer step's time; the chance below which moving one
-    # ahead costs more than it saves.
-    cdef double layer_s, expert_s, chunk_s, idle, break_even
+    # Seconds as measured; how many experts the link could move in a layer step's time; the chance from which on moving one
+    # ahead surely pays, and the useful share from which on it does.
+    cdef double layer_s, expert_s, chunk_s, idle, break_even, floor
     cdef float[::1] chance
     cdef double[::1] lift
 
     def __cinit__(self, int32_t top_k, bint enabled, int32_t widest, double waste_share):
         self.enabled, self.top_k, self.waste_share = enabled, top_k, waste_share
         self.useful_share = 1.0
-        self.credit = CREDIT_ROOM
+        self.credit, self.floor = CREDIT_ROOM, USEFUL_FLOOR
         self.chance, self.lift = np.zeros(widest, np.float32), np.zeros(2 * widest)
 
     cdef void pace(self, double layer_s, double expert_s, double chunk_s) noexcept nogil:
@@ -88,10 +88,12 @@ cdef class Prefetcher:
             else:
                 self.layer_s *= PACE_STEP if layer_s > self.layer_s else 1 / PACE_STEP
         if self.expert_s > 0 and self.layer_s > 0:
-            # A chunk that begins in the idle time of a step holds up a demand for what is then left of it: in the worst
-            # case chunk / (layer + chunk) of what moves ahead delays something else.
+            # A chunk that begins in the idle time of a step holds up a demand for what is then left of it: of what moves
+            # ahead, at worst chunk / (layer + chunk) delays something else. Chances are asked for that much. What they
+            # come to is held against what is lost on the mean, chunk / (2 layer + chunk), and something for the slots.
             self.idle = self.layer_s / self.expert_s
             self.break_even = self.chunk_s / (self.layer_s + self.chunk_s)
+            self.floor = max(USEFUL_FLOOR, self.chunk_s / (1.5 * self.layer_s + self.chunk_s), 1 - self.layer_s / self.chunk_s)
 
     # How prefetches end
 
@@ -228,22 +230,22 @@ cdef class Prefetcher:
             return False
         if not core.num_layers * step.k <= core.num_slots < core.num_gids:
             return False
-        return self.useful_share >= max(USEFUL_FLOOR, self.break_even) or (<uint32_t> core.steps * HASH) >> 28 == 0
+        return self.useful_share >= self.floor or (<uint32_t> core.steps * HASH) >> 26 == 0
 
     cdef void plan(self, Core core, RequestState request, Step step) noexcept:
         """Queue prefetches for coming layers, where that is worth a transfer, and drop those that no longer are."""
-        cdef double idle = step.k, part = 1
+        cdef double idle = step.k
         cdef float least = CHANCE_BLIND
         cdef int depth = 1, n
         if not self._may(core, step):
             return
         if self.idle > 0:
-            idle, part = self.idle, self.chunk_s / self.expert_s
+            idle = self.idle
             least = max(CHANCE_WANTED, self.break_even)
             depth = min(MAX_DEPTH, core.num_layers - 1)
         self.num_wishes, self.wishes_wanted = 0, min(MAX_WISHES, MAX_AHEAD - self.size)
         self._rank(core, request, step, depth, least)
-        n = self._select(MAX_AHEAD - self.size, idle, part)
+        n = self._select(MAX_AHEAD - self.size, idle)
         if n:
             self._queue(core, request, step, n)
 
@@ -295,10 +297,10 @@ cdef class Prefetcher:
         self.wish[i] = wish
         self.num_wishes += 1
 
-    cdef int _select(self, int wanted, double idle, double part) noexcept nogil:
+    cdef int _select(self, int wanted, double idle) noexcept nogil:
         # Of the wishes those that the link can begin before the next step, the likeliest first; returns how many. The link
-        # must have idle time for part of one before its layer comes, after all that is under way. Later ones are left to
-        # the next step: it knows more, and a slot is not held meanwhile.
+        # must have idle time for a part of one before its layer comes, after all that is under way: a demand joins what has
+        # begun. Later ones are left to the next step: it knows more, and a slot is not held meanwhile.
         cdef double queued = 0, risk = 0
         cdef int i, n = 0
         for i in range(self.size):
@@ -308,7 +310,7 @@ cdef class Prefetcher:
         for i in range(self.num_wishes):
             if queued >= idle or n == wanted:
                 break
-            if self.wish[i].distance * idle - queued < part or risk + 1 - self.wish[i].chance > self.credit:
+            if self.wish[i].distance * idle <= queued or risk + 1 - self.wish[i].chance > self.credit:
                 continue
             risk += 1 - self.wish[i].chance
             queued += min(1, self.wish[i].distance * idle - queued)
@@ -357,7 +359,7 @@ cdef class Prefetcher:
         self.issued, self.useful, self.late = old.issued, old.useful, old.late
         self.wasted, self.dropped, self.useful_share = old.wasted + old.size, old.dropped, old.useful_share
         self.credit, self.layer_s, self.expert_s, self.chunk_s = old.credit, old.layer_s, old.expert_s, old.chunk_s
-        self.idle, self.break_even = old.idle, old.break_even
+        self.idle, self.break_even, self.floor = old.idle, old.break_even, old.floor
 
     cdef dict counters(self):
         return {"prefetch_issued": self.issued, "prefetch_useful": self.useful, "prefetch_late": self.late,

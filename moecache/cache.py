@@ -16,7 +16,7 @@ import torch
 from ._core import Core, RequestState, Step
 from ._engine import Engine
 from .bank import ExpertBank
-from .errors import ClosedError, LeaseError, RoutingError, TransferError
+from .errors import ClosedError, LeaseError, PolicyError, RoutingError, TransferError
 from .history import Fingerprint, History, open_history
 from .policy import Score, resolve
 from .pool import Pool, slots_for
@@ -32,6 +32,10 @@ __all__ = ["ExpertCache", "Lease", "Request"]
 logger = logging.getLogger("moecache")
 
 _FIRST_ROW = torch.zeros(1, dtype=torch.int64)
+# The engine's window: what may be on the link before something that is wanted more.
+_WINDOW_BYTES = 4 << 20
+# Steps between two looks at the link's rate.
+_RATE_STEPS = 64
 
 
 class ExpertCache:
@@ -52,7 +56,9 @@ class ExpertCache:
     history_capacity : int
         Requests kept in a history made here.
     prefetch : bool
-        Fetch experts of the coming layer ahead where that promises to pay.
+        Fetch experts of coming layers ahead where that promises to pay.
+    prefetch_waste : float
+        Bytes that wrong prefetches may move at most, as a share of those that steps needed moved.
     top_k : int, optional
         Experts per token. When known, a capacity below it is refused and the history is checked against it.
     threads : int, optional
@@ -88,6 +94,7 @@ class ExpertCache:
         history: History | str | os.PathLike[str] | None = None,
         history_capacity: int = 1000,
         prefetch: bool = True,
+        prefetch_waste: float = 0.25,
         top_k: int | None = None,
         threads: int | None = None,
         timeout: float = 60.0,
@@ -105,7 +112,9 @@ class ExpertCache:
                 f"sentinel {sentinel} is an expert of some layer: expected a number that no router gives"
             )
         self._policy = resolve(policy)
-        self._prefetch = prefetch
+        if not prefetch_waste >= 0:
+            raise PolicyError(f"prefetch_waste {prefetch_waste} is no share: expected a number from 0 on, such as 0.25")
+        self._prefetch, self._prefetch_waste = prefetch, prefetch_waste
         self._threads = threads or (2 if bank.location == "disk" else 1)
         self._link = link
         slots = self._slots_for(capacity)
@@ -150,7 +159,23 @@ class ExpertCache:
             self._policy.address,
             self._prefetch,
             self.top_k or 0,
+            self._prefetch_waste,
         )
+        self._expert_s = self._held_up_s = 0.0
+        self._rate_in = 0
+
+    def _tell_pace(self, layer_s: float) -> None:
+        # The core has no clock: what a step and a copy take is told to it.
+        self._rate_in -= 1
+        if self._rate_in < 0:
+            self._rate_in = _RATE_STEPS
+            n = self._engine.counters()
+            moved = n["bytes_demand"] + n["bytes_prefetch"]
+            if moved:
+                expert = self.bank.nbytes / sum(self.num_experts)
+                self._expert_s = 1e-9 * n["busy_ns"] * expert / moved
+                self._held_up_s = self._expert_s * min(1.0, _WINDOW_BYTES / expert)
+        self._core.pace(layer_s, self._expert_s, self._held_up_s)
 
     def _say_if_small(self) -> None:
         one_token = (self.top_k or 1) * len(self.num_experts)
@@ -328,6 +353,8 @@ class Request:
     def __init__(self, cache: ExpertCache) -> None:
         self.cache = cache
         self._state: RequestState = cache._core.begin_request()
+        self._decoded_at = 0.0
+        self._waited = 0.0
         self.closed = False
 
     @property
@@ -384,6 +411,8 @@ class Request:
             check_weights(weights, ids, layer)
         row_stride, column_stride = ids.stride()
         mask = None if counted is None else counted_mask(counted, tokens, layer)
+        decode = tokens == 1 if decode is None else decode
+        self._time(decode)
         step = cache._core.route(
             self._state,
             layer,
@@ -393,11 +422,11 @@ class Request:
             k,
             row_stride,
             column_stride,
-            tokens == 1 if decode is None else decode,
+            decode,
             0 if mask is None else mask.data_ptr(),
             cache._sentinel,
         )
-        lease = Lease(cache, step)
+        lease = Lease(self, step)
         if cache._recorder is not None:
             cache._recorder.step(self, layer, ids, step.decode, mask)
         plan = step.plan
@@ -408,6 +437,42 @@ class Request:
                 lease.release()
                 raise
         return lease
+
+    def _time(self, decode: bool) -> None:
+        # From one step of the answer to the next, less what this request waited for bytes.
+        now = time.perf_counter() if decode else 0.0
+        if decode and self._decoded_at:
+            self.cache._tell_pace(now - self._decoded_at - self._waited)
+        self._decoded_at, self._waited = now, 0.0
+
+    def hint(self, layer: int, chances: torch.Tensor | np.ndarray) -> None:
+        """Say what is known better of a coming layer, such as the model's own router on the hidden state of this one.
+
+        Prefetching believes it, instead of its own forecast, until this request routes the layer. Costs microseconds,
+        and for a tensor on a device the copy to the host.
+
+        Parameters
+        ----------
+        layer : int
+            Counting only MoE layers, from 0; its next visit is meant, this token's or the next one's.
+        chances : float Tensor or array ``[experts]``
+            For each expert the chance, in 0 to 1, that it is used; calibrated ones serve best.
+
+        Raises
+        ------
+        RoutingError
+            The layer or a number is out of range (NaN is), or the length is not the layer's. Nothing has changed.
+        ClosedError
+        """
+        cache = self.cache
+        if self.closed or cache.closed:
+            raise ClosedError("this request is closed" if self.closed else "this cache is closed; make a new one")
+        if isinstance(chances, torch.Tensor):
+            chances = chances.detach().to("cpu", torch.float32).numpy()
+        array = np.ascontiguousarray(chances, np.float32)
+        if array.ndim != 1:
+            raise RoutingError(f"layer {layer}: chances have shape {array.shape}; expected [experts]")
+        cache._core.hint(self._state, layer, array)
 
     def close(self, keep: bool = True) -> None:
         """End the request. With ``keep`` its activation matrix enters the history. A second call does nothing."""
@@ -433,10 +498,11 @@ class Lease:
         The pool of the layer; index it with the slots that :meth:`ready` yields.
     """
 
-    __slots__ = ("_at", "_cache", "_core", "_first_slot", "_step", "_taken", "_thread", "weights")
+    __slots__ = ("_at", "_cache", "_core", "_first_slot", "_request", "_step", "_taken", "_thread", "weights")
 
-    def __init__(self, cache: ExpertCache, step: Step) -> None:
-        self._cache = cache
+    def __init__(self, request: Request, step: Step) -> None:
+        self._request = request
+        self._cache = cache = request.cache
         self._core = cache._core
         self._step = step
         kind = cache.bank.layer_kind[step.layer]
@@ -528,6 +594,7 @@ class Lease:
         if not len(slots):
             self._wait_for_slot()
             return
+        began = time.perf_counter()
         try:
             cache._engine.wait_any(slots, generations, cache.timeout)
         except TransferError as error:
@@ -535,6 +602,8 @@ class Lease:
             if position >= 0:
                 self._core.fail(int(slots[position]), int(generations[position]))
             raise
+        finally:
+            self._request._waited += time.perf_counter() - began
 
     def _wait_for_slot(self) -> None:
         cache, step = self._cache, self._step

@@ -633,6 +633,8 @@ def test_a_prefetch_that_is_still_on_its_way_is_joined_once() -> None:
                 with cache.request() as request:
                     for token in range(40):
                         for layer in range(3):
+                            request.hint(layer, np.eye(8)[(token * 3 + layer) % 8])
+                        for layer in range(3):
                             run(request, layer, [[(token * 3 + layer) % 8]])
             stats = cache.stats()
             assert stats.prefetch_issued > 0

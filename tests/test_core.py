@@ -612,7 +612,7 @@ def test_the_stub_lists_what_there_is() -> None:
     for name, members in typed.items():
         public = {member for member in vars(getattr(_core, name)) if not member.startswith("_")}
         assert members - {"__init__"} == public, name
-    internal = {"Candidates", "Prefetcher"}
+    internal = {"Candidates", "Hints", "Prefetcher"}
     compiled = {
         name for name, item in vars(_core).items() if isinstance(item, type) and item.__module__ == "moecache._core"
     }

@@ -60,6 +60,58 @@ def test_a_demand_waits_for_one_chunk_of_a_prefetch_at_most() -> None:
     assert slow.stall_s <= (slow.demands - slow.hits) * (move + (1 << 14) / 1e8)
 
 
+def test_what_is_moved_is_needed_or_wasted_and_waste_is_bounded() -> None:
+    # Hints that are wrong three times out of four, sure of themselves: the bound holds all the same.
+    trace = cycle(600)
+    random = np.random.default_rng(0)
+    hints = np.zeros((600, 4, 16), np.float32)
+    right = random.random((600, 4)) < 0.25
+    named = np.where(right, trace.experts[:, :, 0], random.integers(0, 16, (600, 4)))
+    np.put_along_axis(hints, named[:, :, None], 1.0, 2)
+    nbytes = 1 << 19
+    wasted = {}
+    for share in (0.0, 0.1, 0.5):
+        result = replay_timed(
+            trace, ["lru"], [8], SLOW, expert_nbytes=nbytes, hints=hints, prefetch_waste=share
+        )[0]
+        needed = result.bytes_demand + result.bytes_prefetch - result.bytes_wasted
+        assert needed == result.demands * nbytes  # nothing is used twice: each use was moved once, ahead or not
+        assert 0 <= result.bytes_wasted <= share * needed + 40 * nbytes
+        wasted[share] = result.bytes_wasted
+    assert wasted[0.0] < wasted[0.5]
+
+
+def test_a_link_without_idle_time_is_left_alone() -> None:
+    hints = np.full((200, 4, 16), 0.5, np.float32)
+    busy = Profile("busy", rate=1e8, latency_s=0.0, chunk_nbytes=1 << 20, layer_s=1e-5, pass_s=0.0)
+    result = replay_timed(cycle(), ["expected-next-use"], [8], busy, expert_nbytes=1 << 20, hints=hints)[0]
+    assert result.seconds_without is not None
+    assert result.seconds <= 1.002 * result.seconds_without
+
+
+def test_prefetching_begins_layers_ahead_where_a_copy_takes_longer_than_a_layer() -> None:
+    # A copy takes two and a half layers. Told one layer ahead it comes late; told a token ahead it is in time.
+    trace = cycle(200, layers=8)
+    hints = np.zeros((200, 8, 16), np.float32)
+    rare = np.arange(8) == 7  # only the last layer's expert is known, and only it is missing in the end
+    np.put_along_axis(hints, trace.experts.astype(np.int64), np.where(rare[None, :, None], 1.0, 0.0).astype(np.float32), 2)
+    result = replay_timed(trace, ["lru"], [16], SLOW, expert_nbytes=2_500_000, hints=hints)[0]
+    assert result.prefetch_useful > 100
+    assert result.seconds_without is not None
+    assert result.seconds < result.seconds_without
+
+
+def test_the_floor_is_what_belady_misses() -> None:
+    trace = skewed(11, tokens=100)
+    nbytes = 1 << 20
+    belady = replay(trace, ["belady"], [9])[0]
+    timed = replay_timed(trace, ["lru", "belady"], [9], SLOW, expert_nbytes=nbytes)
+    for result in timed:
+        assert result.floor_s == pytest.approx(belady.misses * nbytes / SLOW.rate)
+        assert result.seconds >= result.floor_s
+    assert timed[1].seconds_without is None
+
+
 def test_profiles_and_models() -> None:
     assert {"pcie4-24", "pcie4-32", "pcie5", "nvme"} <= set(PROFILES)
     assert all(profile.source for profile in PROFILES.values())

@@ -134,7 +134,7 @@ class _Job:
         rounds = (
             self.hits * len(names | {"lru", "belady"})
             + self.recall
-            + len(self.links) * len(self.clocked) * len(self.capacities)
+            + len(self.links) * sum(1 + (self.prefetch and p != "belady") for p in self.clocked) * len(self.capacities)
         )
         return rounds * passes_of(trace, self.options["split"], self.options["max_tokens"])
 
@@ -237,7 +237,8 @@ def _capacity_table(results: Sequence[Result], title: str, value: Callable[[Resu
 
 
 def _link_table(outcome: Outcome, link: str) -> Any:
-    head = ["experts", "hit %", "tokens/s", "waiting %", "idle link %", "MB/token", "useful", "late", "wasted"]
+    head = ["experts", "hit %", "ms/token", "without", "floor", "waiting %", "idle link %", "MB/token", "useful", "late"]
+    head += ["wasted", "wasted MB", "wasted %"]
     table = _table(f"{outcome.trace.name} on {link}", ["policy"], head)
     for t in outcome.timed:
         if t.link == link:
@@ -245,13 +246,17 @@ def _link_table(outcome: Outcome, link: str) -> Any:
                 t.policy,
                 f"{t.capacity_experts:,}",
                 f"{100 * t.hit_rate:.1f}",
-                f"{t.tokens_per_s:.1f}",
+                f"{1e3 * t.seconds / t.tokens:.2f}",
+                "-" if t.seconds_without is None else f"{1e3 * t.seconds_without / t.tokens:.2f}",
+                f"{1e3 * t.floor_s / t.tokens:.2f}",
                 f"{100 * t.stall_s / t.seconds:.0f}",
                 f"{100 * t.link_idle:.0f}",
                 f"{(t.bytes_demand + t.bytes_prefetch) / t.tokens / 1e6:.1f}",
                 f"{t.prefetch_useful:,}",
                 f"{t.prefetch_late:,}",
                 f"{t.prefetch_wasted:,}",
+                f"{t.bytes_wasted / t.tokens / 1e6:.1f}",
+                f"{100 * t.waste_share:.1f}",
             )
     return table
 

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .._core import LinkClock
+import numpy as np
+
+from .._core import Core, LinkClock
 from .._core import Replay as _Replay
 from ..errors import PolicyError
 from ..history import History
@@ -170,6 +172,9 @@ class TimedResult:
     """What one policy did at one capacity on one link. Times in seconds, sizes in bytes.
 
     ``stall_s`` is time the arithmetic waited for bytes; ``link_idle`` the share of all time in which nothing moved.
+    ``seconds_without`` is the same play without prefetching (None where it was without). ``floor_s`` is what no policy can
+    beat on demand alone: the bytes that Belady's policy misses at this capacity, over the link's rate. ``bytes_wasted``
+    were prefetched and not asked for.
     """
 
     trace: str
@@ -183,11 +188,14 @@ class TimedResult:
     demands: int
     hits: int
     seconds: float
+    seconds_without: float | None
+    floor_s: float
     stall_s: float
     tokens_per_s: float
     link_idle: float
     bytes_demand: int
     bytes_prefetch: int
+    bytes_wasted: int
     prefetch_issued: int
     prefetch_useful: int
     prefetch_late: int
@@ -197,6 +205,12 @@ class TimedResult:
     @property
     def hit_rate(self) -> float:
         return self.hits / self.demands if self.demands else 0.0
+
+    @property
+    def waste_share(self) -> float:
+        """Wasted bytes, as a share of those that steps needed moved."""
+        needed = self.bytes_demand + self.bytes_prefetch - self.bytes_wasted
+        return self.bytes_wasted / needed if needed else 0.0
 
     def row(self) -> dict[str, Any]:
         """The result as plain Python values."""
@@ -226,6 +240,8 @@ def replay_timed(
     *,
     expert_nbytes: int | None = None,
     prefetch: bool = True,
+    prefetch_waste: float = 0.25,
+    hints: np.ndarray | None = None,
     split: str | None = None,
     history: History | None = None,
     history_capacity: int = 1000,
@@ -242,7 +258,12 @@ def replay_timed(
     expert_nbytes : int, optional
         By default that of the model the trace names.
     prefetch : bool
-        Whether the policies that can fetch ahead may.
+        Whether the policies that can fetch ahead may. They are played without it too, for the difference.
+    prefetch_waste : float
+        As of :class:`moecache.ExpertCache`.
+    hints : float32 array ``[tokens, layers, experts]``, optional
+        Chances handed in before each token of the schedule, as with :meth:`moecache.Request.hint`: how good prefetching
+        would be if these were known.
 
     Other parameters are those of :func:`moecache.lab.replay`.
 
@@ -261,34 +282,66 @@ def replay_timed(
     known, played = split_requests(trace, split)
     plan = schedule(trace, played, concurrency, max_tokens)
     base = trained_history(trace, known, history, history_capacity)
-    bar = progress or _Quiet()
+    play = _Play(trace, plan, profile, nbytes, base, prefetch_waste, hints, progress or _Quiet())
+    slots = [slots_of(trace, capacity) for capacity in capacities]
+    floors = [misses * nbytes / profile.rate for misses in _belady_misses(trace, plan, slots)]
     return [
-        _play(trace, plan, policy, slots_of(trace, capacity), profile, nbytes, prefetch, base, bar)
+        play.judge(policy, n, prefetch and policy.code != "belady", floor)
         for policy in resolved
-        for capacity in capacities
+        for n, floor in zip(slots, floors, strict=True)
     ]
 
 
-def _play(
-    trace: Trace,
-    plan: Schedule,
-    policy: Resolved,
-    slots: int,
-    profile: Profile,
-    nbytes: int,
-    prefetch: bool,
-    base: History,
-    bar: Any,
+def _belady_misses(trace: Trace, plan: Schedule, slots: Sequence[int]) -> list[int]:
+    history = History(trace.fingerprint, 1)
+    cores = [make_core(trace, n, resolve_any("belady"), history) for n in slots]
+    _Replay(cores, *plan.arrays(), plan.next_use).run(0, plan.passes)
+    return [core.misses for core in cores]
+
+
+@dataclass(frozen=True)
+class _Play:
+    """What stays the same from policy to policy."""
+
+    trace: Trace
+    plan: Schedule
+    profile: Profile
+    nbytes: int
+    base: History
+    prefetch_waste: float
+    hints: np.ndarray | None
+    bar: Any
+
+    def judge(self, policy: Resolved, slots: int, prefetch: bool, floor_s: float) -> TimedResult:
+        core, clock = self._run(policy, slots, prefetch)
+        without = self._run(policy, slots, False)[1].now if prefetch else None
+        return _result(self, policy, core, clock, prefetch, without, floor_s)
+
+    def _run(self, policy: Resolved, slots: int, prefetch: bool) -> tuple[Core, LinkClock]:
+        profile, plan = self.profile, self.plan
+        core = make_core(self.trace, slots, policy, copy_history(self.base), prefetch, self.prefetch_waste)
+        clock = LinkClock(
+            self.nbytes,
+            profile.chunk_nbytes,
+            profile.rate,
+            profile.latency_s,
+            profile.pass_s,
+            profile.layer_s,
+            self.nbytes / profile.memory_rate,
+        )
+        future = plan.next_use if policy.code == "belady" else None
+        native = _Replay([core], *plan.arrays(), future, clock=clock, hints=self.hints if prefetch else None)
+        for first, end in _blocks(plan.passes):
+            native.run(first, end)
+            self.bar.update(end - first)
+        return core, clock
+
+
+def _result(
+    play: _Play, policy: Resolved, core: Core, clock: LinkClock, prefetch: bool, without: float | None, floor_s: float
 ) -> TimedResult:
-    core = make_core(trace, slots, policy, copy_history(base), prefetch)
-    expert_s = nbytes / profile.memory_rate
-    clock = LinkClock(
-        nbytes, profile.chunk_nbytes, profile.rate, profile.latency_s, profile.pass_s, profile.layer_s, expert_s
-    )
-    native = _Replay([core], *plan.arrays(), plan.next_use if policy.code == "belady" else None, clock=clock)
-    for first, end in _blocks(plan.passes):
-        native.run(first, end)
-        bar.update(end - first)
+    trace, plan, profile, slots = play.trace, play.plan, play.profile, core.num_slots
+    expert_s = play.nbytes / profile.memory_rate
     counters = core.counters()
     resident_s = plan.passes * (profile.pass_s + trace.layers * profile.layer_s) + core.demands * expert_s
     return TimedResult(
@@ -303,11 +356,14 @@ def _play(
         demands=core.demands,
         hits=core.hits,
         seconds=clock.now,
+        seconds_without=without,
+        floor_s=floor_s,
         stall_s=clock.stall_s,
         tokens_per_s=plan.tokens / clock.now,
         link_idle=1 - min(clock.busy_s / clock.now, 1.0),
         bytes_demand=clock.bytes_demand,
         bytes_prefetch=clock.bytes_prefetch,
+        bytes_wasted=clock.bytes_prefetch - clock.bytes_joined - counters["prefetch_useful"] * play.nbytes,
         prefetch_issued=counters["prefetch_issued"],
         prefetch_useful=counters["prefetch_useful"],
         prefetch_late=counters["prefetch_late"],

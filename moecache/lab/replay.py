@@ -204,7 +204,14 @@ def slots_of(trace: Trace, capacity: int | float) -> int:
     return slots
 
 
-def make_core(trace: Trace, slots: int, policy: Resolved, history: History, prefetch: bool = False) -> Core:
+def make_core(
+    trace: Trace,
+    slots: int,
+    policy: Resolved,
+    history: History,
+    prefetch: bool = False,
+    prefetch_waste: float = 0.25,
+) -> Core:
     """A deciding core without an engine: all layers share `slots` places."""
     return Core(
         history.store,
@@ -215,6 +222,7 @@ def make_core(trace: Trace, slots: int, policy: Resolved, history: History, pref
         policy.address,
         prefetch,
         trace.top_k,
+        prefetch_waste,
     )
 
 

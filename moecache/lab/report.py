@@ -261,12 +261,16 @@ def _links(timed: Sequence[TimedResult], colours: dict[str, int]) -> list[str]:
             "capacity",
             "tokens/s",
             "of all\nresident",
+            "ms\na token",
+            "without\nprefetching",
+            "floor",
             "waiting",
             "link\nidle",
             "MB\na token",
             "useful",
             "late",
             "wasted",
+            "wasted\nMB a token",
         ]
         parts += [
             f"<h3>On {html.escape(link)}</h3>",
@@ -274,7 +278,7 @@ def _links(timed: Sequence[TimedResult], colours: dict[str, int]) -> list[str]:
             _table(["tokens/s\nat capacity", *(f"{n:,}\n{fraction[n]:.0%}" for n in capacities)], _rates(mine)),
             f"<details><summary>All figures</summary>{_table(head, (_timed_row(t) for t in mine))}",
             '<p class="note">Useful, late and wasted are prefetches: landed before its layer asked, asked for while still on its way, and '
-            "not asked for.</p></details>",
+            "not asked for. The floor is what Belady's policy misses, in bytes, over the link's rate.</p></details>",
             _picture(
                 _draw_time,
                 (8.5, 1.4 + 0.36 * len(colours)),
@@ -297,12 +301,16 @@ def _timed_row(t: TimedResult) -> list[str]:
         f"{t.capacity_experts:,}",
         f"{t.tokens_per_s:,.1f}",
         f"{t.tokens_per_s / t.resident_tokens_per_s:.0%}",
+        f"{1e3 * t.seconds / t.tokens:.2f}",
+        "-" if t.seconds_without is None else f"{1e3 * t.seconds_without / t.tokens:.2f}",
+        f"{1e3 * t.floor_s / t.tokens:.2f}",
         f"{t.stall_s / t.seconds:.0%}",
         f"{t.link_idle:.0%}",
         f"{(t.bytes_demand + t.bytes_prefetch) / t.tokens / 1e6:,.1f}",
         f"{t.prefetch_useful:,}",
         f"{t.prefetch_late:,}",
         f"{t.prefetch_wasted:,}",
+        f"{t.bytes_wasted / t.tokens / 1e6:,.1f}",
     ]
 
 
