@@ -19,6 +19,13 @@ cdef extern from *:
     static inline int64_t add_relaxed(int64_t *to, int64_t value) {
         return __atomic_add_fetch(to, value, __ATOMIC_RELAXED);
     }
+    static inline int64_t load_relaxed(const int64_t *from) { return __atomic_load_n(from, __ATOMIC_RELAXED); }
+    static inline void store_double(double *to, double value) { __atomic_store(to, &value, __ATOMIC_RELAXED); }
+    static inline double load_double(const double *from) {
+        double value;
+        __atomic_load(from, &value, __ATOMIC_RELAXED);
+        return value;
+    }
 
     static inline int64_t now_ns(void) {
         struct timespec t;
@@ -83,6 +90,9 @@ cdef extern from *:
     void store_release(int32_t *, int32_t) nogil
     int32_t load_acquire(const int32_t *) nogil
     int64_t add_relaxed(int64_t *, int64_t) nogil
+    int64_t load_relaxed(const int64_t *) nogil
+    void store_double(double *, double) nogil
+    double load_double(const double *) nogil
     int64_t now_ns() nogil
     int cond_init(pthread_cond_t *) nogil
     void cond_wait_until(pthread_cond_t *, pthread_mutex_t *, int64_t) nogil
@@ -93,6 +103,10 @@ cdef extern from *:
     int ECANCELED
     int O_DIRECT
     int O_CLOEXEC
+
+
+cdef extern from "_copy.h" nogil:
+    void moe_stream(void *, const void *, size_t)
 
 
 cdef enum:
@@ -160,7 +174,12 @@ cdef struct Mover:          # what a thread that moves bytes has for itself
     int64_t short_read      # injected: most bytes one read returns, 0: no limit
     bint refuse_direct      # injected: direct reads answer EINVAL
     bint on_thread          # an I/O thread's, not a helping caller's
-    Mover* next
+    bint busy               # it copies a chunk of this many bytes into this slot since then
+    int32_t slot
+    int64_t nbytes
+    int64_t since
+    Mover* next             # spare ones
+    Mover* sibling          # all of them
 
 cdef struct Link:
     bint asynchronous       # copy() only starts a chunk, query() tells when it is over
@@ -188,6 +207,7 @@ cdef struct Slot:
     int64_t sequence        # names one admission; 0: none is live, so that a late chunk finds nobody
     int64_t segment         # next byte to move: segment and offset in it
     int64_t offset
+    int64_t landed          # bytes of the live job that have arrived
     int32_t begun
     int32_t outstanding     # chunks of the live job that are moving
     int32_t stale           # chunks of earlier jobs that still move into the slot
@@ -213,6 +233,9 @@ cdef struct Room:
     int thread_error        # why, if it is known
     int32_t sleepers
     int32_t drainers
+    int32_t paused          # how many want no chunk to start
+    int32_t pausers         # callers that sleep until no chunk moves
+    int32_t moving          # chunks between their start and their landing, stale ones too
     bint news               # callers that sleep are to be woken when the lock is given up
     int32_t helpers
     int32_t slots_count
@@ -236,7 +259,12 @@ cdef struct Room:
     File* files
     int32_t files_count
     Counters counters
+    int64_t link_since      # up to here the time in which chunks move is accounted for
+    double link_bytes       # decayed sums
+    double link_ns
+    double link_rate        # their quotient in bytes/s, read without the lock; 0: nothing has moved yet
     Mover* movers           # spare ones, for callers that help
+    Mover* every_mover
     Flight flights[MAX_DEPTH]
     int32_t flight_first
     int32_t flight_count

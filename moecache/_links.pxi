@@ -1,5 +1,5 @@
 # The links: what the bytes travel over. Each is a C record of functions; the classes below only fill one in.
-# Included by _engine.pyx.
+# Included by _engine.pyx. _limits.pxi has those that stand in for others in tests and benchmarks.
 
 
 cdef int no_enter(Link* link) noexcept nogil:
@@ -14,10 +14,21 @@ cdef void no_abandon(Link* link) noexcept nogil:
     pass
 
 
+cdef enum:
+    STREAM_BYTES = 1 << 20      # a chunk from here on is more than the core that reads it next would find in its cache
+
+
+cdef inline void land(Chunk* chunk, int32_t piece, const void* source) noexcept nogil:
+    if chunk.nbytes >= STREAM_BYTES:
+        moe_stream(<void*> chunk.target[piece], source, <size_t> chunk.length[piece])
+    else:
+        memcpy(<void*> chunk.target[piece], source, <size_t> chunk.length[piece])
+
+
 cdef int host_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexcept nogil:
     cdef int32_t i
     for i in range(chunk.pieces):
-        memcpy(<void*> chunk.target[i], <void*> chunk.source[i], <size_t> chunk.length[i])
+        land(chunk, i, <void*> chunk.source[i])
     return 0
 
 
@@ -85,7 +96,7 @@ cdef int file_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexc
             add_relaxed(&mover.counters.direct_reads, 1)
             at = chunk.source[0] & <uint64_t> (file.align - 1)
             for i in range(chunk.pieces):
-                memcpy(<void*> chunk.target[i], mover.bounce + at, <size_t> chunk.length[i])
+                land(chunk, i, mover.bounce + at)
                 at += chunk.length[i]
         if error != EAGAIN:
             return error
@@ -97,96 +108,6 @@ cdef int file_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexc
     if link.direct:
         posix_fadvise(file.buffered, <off_t> chunk.source[0], <off_t> chunk.nbytes, POSIX_FADV_DONTNEED)
     return 0
-
-
-cdef struct Throttle:
-    Link* inner
-    double ns_per_byte
-    int64_t latency_ns
-    bint abandoned
-    int64_t free_ns             # when the wire is free again
-    int64_t due_ns[MAX_DEPTH]
-    Chunk chunks[MAX_DEPTH]
-
-
-cdef int throttled_enter(Link* link) noexcept nogil:
-    cdef Throttle* wire = <Throttle*> link.state
-    wire.abandoned = False
-    wire.free_ns = 0
-    return wire.inner.enter(wire.inner)
-
-
-cdef void throttled_abandon(Link* link) noexcept nogil:
-    (<Throttle*> link.state).abandoned = True
-
-
-cdef int throttled_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexcept nogil:
-    cdef Throttle* wire = <Throttle*> link.state
-    wire.free_ns = max(wire.free_ns, now_ns()) + <int64_t> (chunk.nbytes * wire.ns_per_byte)
-    wire.due_ns[ticket] = wire.free_ns + wire.latency_ns
-    wire.chunks[ticket] = chunk[0]
-    return 0
-
-
-cdef int throttled_query(Link* link, Mover* mover, int32_t ticket, int64_t* again_ns) noexcept nogil:
-    # The bytes land when the chunk is due, not when it starts: a reader that does not wait gets the old ones.
-    cdef Throttle* wire = <Throttle*> link.state
-    if wire.abandoned:
-        return ECANCELED
-    if now_ns() < wire.due_ns[ticket]:
-        again_ns[0] = wire.due_ns[ticket]
-        return PENDING
-    return wire.inner.copy(wire.inner, mover, &wire.chunks[ticket], ticket)
-
-
-cdef struct Faults:
-    Link* inner
-    int64_t chunks              # seen so far
-    int64_t fail_at
-    int64_t fails
-    int error
-    int64_t end_thread_at
-    int64_t delay_ns
-    int64_t short_read
-    bint refuse_direct
-
-
-cdef int faulty_enter(Link* link) noexcept nogil:
-    cdef Faults* faults = <Faults*> link.state
-    return faults.inner.enter(faults.inner)
-
-
-cdef void faulty_abandon(Link* link) noexcept nogil:
-    cdef Faults* faults = <Faults*> link.state
-    faults.inner.abandon(faults.inner)
-
-
-cdef int faulty_begin(Link* link, int32_t slot) noexcept nogil:
-    cdef Faults* faults = <Faults*> link.state
-    return faults.inner.begin(faults.inner, slot)
-
-
-cdef int faulty_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexcept nogil:
-    cdef Faults* faults = <Faults*> link.state
-    cdef int64_t number = add_relaxed(&faults.chunks, 1)
-    cdef timespec pause
-    if faults.delay_ns:
-        pause.tv_sec = faults.delay_ns // 1000000000
-        pause.tv_nsec = faults.delay_ns % 1000000000
-        nanosleep(&pause, NULL)
-    if faults.end_thread_at and number >= faults.end_thread_at and mover.on_thread:
-        return THREAD_ENDS
-    if faults.fail_at and faults.fail_at <= number < faults.fail_at + faults.fails:
-        mover.fault_offset = chunk.source[0]
-        return faults.error
-    mover.short_read = faults.short_read
-    mover.refuse_direct = faults.refuse_direct
-    return faults.inner.copy(faults.inner, mover, chunk, ticket)
-
-
-cdef int faulty_query(Link* link, Mover* mover, int32_t ticket, int64_t* again_ns) noexcept nogil:
-    cdef Faults* faults = <Faults*> link.state
-    return faults.inner.query(faults.inner, mover, ticket, again_ns)
 
 
 cdef enum:
@@ -344,73 +265,6 @@ cdef class FileLink(_Link):
     def __init__(self, direct=True):
         self.link.copy = file_copy
         self.link.direct = direct
-
-
-cdef class ThrottledLink(_Link):
-    """A link of limited rate: chunks follow each other at ``bytes_per_s`` and land ``latency_s`` later.
-
-    It stands in for PCIe: copies are asynchronous, and their bytes change only when they land.
-
-    Raises
-    ------
-    ValueError
-        The inner link is asynchronous itself, or a number is out of range.
-    """
-    cdef Throttle wire
-
-    def __init__(self, _Link inner not None, double bytes_per_s, double latency_s=0.0):
-        if inner.link.asynchronous:
-            raise ValueError("ThrottledLink needs a synchronous inner link (HostLink, FileLink)")
-        if not bytes_per_s > 0 or not latency_s >= 0:
-            raise ValueError(f"need bytes_per_s > 0 and latency_s >= 0, got {bytes_per_s} and {latency_s}")
-        self.wraps(inner)
-        self.wire.inner = &inner.link
-        self.wire.ns_per_byte = 1e9 / bytes_per_s
-        self.wire.latency_ns = <int64_t> (latency_s * 1e9)
-        self.link.state = &self.wire
-        self.link.enter = throttled_enter
-        self.link.abandon = throttled_abandon
-        self.link.copy = throttled_copy
-        self.link.query = throttled_query
-        self.link.asynchronous = True
-        self.link.depth = MAX_DEPTH
-
-
-cdef class FaultyLink(_Link):
-    """Injects faults into another link.
-
-    Parameters
-    ----------
-    fail_at, fails, error
-        Chunks number ``fail_at`` to ``fail_at + fails - 1`` (the first is 1) fail with this errno.
-    delay_s
-        Every chunk takes this much longer.
-    short_read
-        A read of a file returns at most this many bytes.
-    refuse_direct
-        The file system refuses direct reads.
-    end_thread_at
-        The I/O thread vanishes at this chunk.
-    """
-    cdef Faults faults
-
-    def __init__(self, _Link inner not None, *, int64_t fail_at=0, int64_t fails=1, int error=EIO, double delay_s=0.0,
-                 int64_t short_read=0, bint refuse_direct=False, int64_t end_thread_at=0):
-        self.wraps(inner)
-        self.faults = Faults(inner=&inner.link, chunks=0, fail_at=fail_at, fails=fails, error=error,
-                             end_thread_at=end_thread_at, delay_ns=<int64_t> (delay_s * 1e9), short_read=short_read,
-                             refuse_direct=refuse_direct)
-        self.link.state = &self.faults
-        self.link.enter = faulty_enter
-        self.link.begin = faulty_begin
-        self.link.abandon = faulty_abandon
-        self.link.copy = faulty_copy
-        self.link.query = faulty_query
-
-    @property
-    def chunks(self):
-        """Chunks seen so far."""
-        return self.faults.chunks
 
 
 cdef class CudaLink(_Link):
