@@ -9,8 +9,10 @@ cdef extern from *:
     #include <pthread.h>
     #include <signal.h>
     #include <string.h>
+    #include <sys/mman.h>
     #include <sys/prctl.h>
     #include <sys/stat.h>
+    #include <sys/uio.h>
     #include <time.h>
     #include <unistd.h>
 
@@ -56,12 +58,24 @@ cdef extern from *:
         prctl(PR_SET_NAME, "moecache-io", 0UL, 0UL, 0UL);
     }
 
-    /* Alignment that direct reads of this file need; 0: the file system says it has none. */
-    static inline int64_t direct_alignment(int fd) {
+    static inline void advise_huge(void *memory, size_t nbytes) {
+    #ifdef MADV_HUGEPAGE
+        int kept = errno;
+        madvise(memory, nbytes, MADV_HUGEPAGE);
+        errno = kept;
+    #endif
+    }
+
+    /* Alignment that direct reads of this file need, of offset and length; 0: the file system says it has none.
+       Of the memory they may need less, and never more. */
+    static inline int64_t direct_alignment(int fd, int64_t *memory) {
+        *memory = 4096;
     #ifdef STATX_DIOALIGN
         struct statx s;
-        if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &s) == 0 && (s.stx_mask & STATX_DIOALIGN))
+        if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &s) == 0 && (s.stx_mask & STATX_DIOALIGN)) {
+            *memory = s.stx_dio_mem_align;
             return s.stx_dio_mem_align > s.stx_dio_offset_align ? s.stx_dio_mem_align : s.stx_dio_offset_align;
+        }
     #endif
         return 4096;
     }
@@ -97,9 +111,14 @@ cdef extern from *:
     int cond_init(pthread_cond_t *) nogil
     void cond_wait_until(pthread_cond_t *, pthread_mutex_t *, int64_t) nogil
     void prepare_thread() nogil
-    int64_t direct_alignment(int) nogil
+    int64_t direct_alignment(int, int64_t *) nogil
+    void advise_huge(void *, size_t) nogil
     int32_t fork_count() nogil
     void watch_forks() nogil
+    struct iovec:
+        void *iov_base
+        size_t iov_len
+    ssize_t preadv(int, const iovec *, int, int64_t) nogil
     int ECANCELED
     int O_DIRECT
     int O_CLOEXEC
@@ -111,6 +130,7 @@ cdef extern from "_copy.h" nogil:
 
 cdef enum:
     MAX_PIECES = 8          # segments one chunk may touch
+    MAX_PARTS = 2 * MAX_PIECES + 1
     MAX_DEPTH = 64          # chunks an asynchronous link may have outstanding
 
 cdef enum:                  # what a link answers: 0 is done, a positive number is an errno
@@ -149,6 +169,7 @@ cdef struct File:
     int buffered
     int32_t refused         # the first direct read was refused
     int64_t align
+    int64_t memory_align
 
 cdef struct Counters:       # 64-bit
     int64_t bytes_demand

@@ -389,7 +389,7 @@ cdef void open_files(_Keeper keeper, paths) except *:
             file.direct = os.open(path, os.O_RDONLY | O_DIRECT | O_CLOEXEC)
         except OSError:
             continue        # the file system refuses: read through the cache, counted in buffered_reads
-        file.align = direct_alignment(file.direct)
+        file.align = direct_alignment(file.direct, &file.memory_align)
         if not 1 <= file.align <= 4096:
             file.refused = 1
 

@@ -16,19 +16,20 @@ cdef void no_abandon(Link* link) noexcept nogil:
 
 cdef enum:
     STREAM_BYTES = 1 << 20      # a chunk from here on is more than the core that reads it next would find in its cache
+    PLACED_BYTES = 16384        # fewer are not worth a part of a read of their own
 
 
-cdef inline void land(Chunk* chunk, int32_t piece, const void* source) noexcept nogil:
+cdef inline void land(Chunk* chunk, uint64_t target, const void* source, uint64_t nbytes) noexcept nogil:
     if chunk.nbytes >= STREAM_BYTES:
-        moe_stream(<void*> chunk.target[piece], source, <size_t> chunk.length[piece])
+        moe_stream(<void*> target, source, <size_t> nbytes)
     else:
-        memcpy(<void*> chunk.target[piece], source, <size_t> chunk.length[piece])
+        memcpy(<void*> target, source, <size_t> nbytes)
 
 
 cdef int host_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexcept nogil:
     cdef int32_t i
     for i in range(chunk.pieces):
-        land(chunk, i, <void*> chunk.source[i])
+        land(chunk, chunk.target[i], <void*> chunk.source[i], chunk.length[i])
     return 0
 
 
@@ -48,14 +49,14 @@ cdef int read_buffered(Mover* mover, File* file, uint64_t source, unsigned char*
     return 0
 
 
-cdef int read_direct(Mover* mover, File* file, uint64_t source, unsigned char* buffer, int64_t nbytes) noexcept nogil:
-    """Read the aligned blocks around the bytes into the buffer; EAGAIN: they are to be read the other way."""
-    cdef int64_t mask = file.align - 1, done = 0, got
-    cdef uint64_t base = source & ~(<uint64_t> mask)
-    cdef int64_t needed = <int64_t> (source - base) + nbytes
-    cdef int64_t ask = (needed + mask) & ~mask
+cdef int read_blocks(Mover* mover, File* file, uint64_t base, iovec* parts, int count, int64_t needed) noexcept nogil:
+    """Read whole blocks from here on into the parts until the bytes needed are there.
+
+    EAGAIN: they are to be read the other way.
+    """
+    cdef int64_t done = 0, got
     while done < needed:
-        got = pread(file.direct, buffer + done, <size_t> (ask - done), <off_t> (base + done))
+        got = preadv(file.direct, parts, count, <int64_t> base + done)
         if got < 0 and errno == EINTR:
             continue
         if mover.refuse_direct or (got < 0 and errno in (EINVAL, EOPNOTSUPP)):
@@ -70,8 +71,68 @@ cdef int read_direct(Mover* mover, File* file, uint64_t source, unsigned char* b
             # The next direct read must begin on a block; less than a block is the end of the file or a whim.
             if got < file.align:
                 return EAGAIN
-            got &= ~mask
+            got &= ~(file.align - 1)
         done += got
+        while count and got >= <int64_t> parts[0].iov_len:
+            got -= parts[0].iov_len
+            parts += 1
+            count -= 1
+        if count:
+            parts[0].iov_base = <char*> parts[0].iov_base + got
+            parts[0].iov_len -= got
+    return 0
+
+
+cdef int read_direct(Mover* mover, File* file, uint64_t source, unsigned char* buffer, int64_t nbytes) noexcept nogil:
+    """Read the aligned blocks around the bytes into the buffer; EAGAIN: they are to be read the other way."""
+    cdef int64_t mask = file.align - 1
+    cdef uint64_t base = source & ~(<uint64_t> mask)
+    cdef int64_t needed = <int64_t> (source - base) + nbytes
+    cdef iovec part
+    part.iov_base = buffer
+    part.iov_len = (needed + mask) & ~mask
+    return read_blocks(mover, file, base, &part, 1, needed)
+
+
+cdef int read_into_place(Mover* mover, File* file, Chunk* chunk) noexcept nogil:
+    """Read the blocks around the chunk: those inside a piece to where they belong, as far as the slot's address allows
+    that, the others by way of the bounce buffer. EAGAIN: the chunk is to be read the other way.
+    """
+    cdef uint64_t mask = file.align - 1, at = chunk.source[0], cursor
+    cdef uint64_t base = at & ~mask, end = at + chunk.nbytes
+    cdef uint64_t first[MAX_PIECES]
+    cdef uint64_t last[MAX_PIECES]
+    cdef iovec parts[MAX_PARTS]
+    cdef int count = 0, error
+    cdef int32_t i
+    cursor = base
+    for i in range(chunk.pieces):
+        first[i] = (at + mask) & ~mask
+        last[i] = (at + chunk.length[i]) & ~mask
+        if last[i] < first[i] + PLACED_BYTES or (chunk.target[i] + first[i] - at) & (file.memory_align - 1):
+            last[i] = first[i] = at + chunk.length[i]       # all of the piece bounces
+        else:
+            if first[i] > cursor:
+                parts[count].iov_base = mover.bounce + (cursor - base)
+                parts[count].iov_len = first[i] - cursor
+                count += 1
+            parts[count].iov_base = <void*> (chunk.target[i] + first[i] - at)
+            parts[count].iov_len = last[i] - first[i]
+            count += 1
+            cursor = last[i]
+        at += chunk.length[i]
+    if cursor < end:
+        parts[count].iov_base = mover.bounce + (cursor - base)
+        parts[count].iov_len = ((end + mask) & ~mask) - cursor
+        count += 1
+    error = read_blocks(mover, file, base, parts, count, <int64_t> (end - base))
+    if error:
+        return error
+    at = chunk.source[0]
+    for i in range(chunk.pieces):
+        land(chunk, chunk.target[i], mover.bounce + (at - base), first[i] - at)
+        land(chunk, chunk.target[i] + last[i] - at, mover.bounce + (last[i] - base), at + chunk.length[i] - last[i])
+        at += chunk.length[i]
     return 0
 
 
@@ -79,25 +140,32 @@ cdef bint goes_direct(Link* link, File* file) noexcept nogil:
     return link.direct and file.direct >= 0 and load_acquire(&file.refused) == 0
 
 
+cdef bint make_bounce(Mover* mover) noexcept nogil:
+    # A disk's request has so many parts at most, and scattered small pages are a part each: on huge pages a chunk is
+    # one request and not several.
+    cdef int64_t page = 1 << 21 if mover.bounce_bytes >= 1 << 21 else 4096
+    cdef int64_t nbytes = (mover.bounce_bytes + page - 1) & ~(page - 1)
+    if posix_memalign(<void**> &mover.bounce, <size_t> page, <size_t> nbytes):
+        mover.bounce = NULL
+        return False
+    if page > 4096:
+        advise_huge(mover.bounce, <size_t> nbytes)
+    return True
+
+
 cdef int file_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexcept nogil:
     cdef File* file
     cdef int error = EAGAIN
     cdef int32_t i
-    cdef int64_t at
     if chunk.file < 0:
         return host_copy(link, mover, chunk, ticket)
     file = &mover.files[chunk.file]
     if goes_direct(link, file):
-        if mover.bounce == NULL and posix_memalign(<void**> &mover.bounce, 4096, <size_t> mover.bounce_bytes):
-            mover.bounce = NULL
+        if mover.bounce == NULL and not make_bounce(mover):
             return ENOMEM
-        error = read_direct(mover, file, chunk.source[0], mover.bounce, chunk.nbytes)
+        error = read_into_place(mover, file, chunk)
         if error == 0:
             add_relaxed(&mover.counters.direct_reads, 1)
-            at = chunk.source[0] & <uint64_t> (file.align - 1)
-            for i in range(chunk.pieces):
-                land(chunk, i, mover.bounce + at)
-                at += chunk.length[i]
         if error != EAGAIN:
             return error
     for i in range(chunk.pieces):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import World, equal_parts, simple
+from harness import POISON, Part, World, equal_parts, simple
+from numpy.typing import NDArray
 
 from moecache._engine import FaultyLink, FileLink
 
@@ -59,6 +60,43 @@ def test_a_read_ending_with_less_than_a_block_is_finished_through_the_cache(tmp_
     with world.engine:
         world.wait_all(world.fetch((0, 0), (1, 1), (2, 2)))
         assert all(world.holds(slot, slot) for slot in range(3))
+
+
+@pytest.mark.parametrize("short", [0, 9001, 70_000])
+@pytest.mark.parametrize("shift", [0, 1, 512, 4095])
+def test_blocks_read_into_place_and_what_lies_around_them(tmp_path: Path, shift: int, short: int) -> None:
+    """Where file and slot lie alike modulo a block, whole blocks are read to where they belong and the rest bounces."""
+    rng = np.random.default_rng(shift)
+    sizes = [[300_000, 5, 70_001, 20_000], [4096 * 9], [16_384 + 4095, 16_383], [999_999]]
+    parts: list[list[Part]] = []
+    at = shift
+    for lengths in sizes:
+        parts.append([])
+        offset = [0, 0]
+        for index, length in enumerate(lengths):
+            region = index % 2
+            # The first byte of every second segment has the file's own alignment in the slot, the others none.
+            offset[region] += (at - offset[region]) % 4096 + 7 * (index % 2)
+            parts[-1].append((region, offset[region], rng.bytes(length)))
+            offset[region] += length
+            at += length
+    link = FaultyLink(FileLink(), short_read=short)
+    options = {"link": link, "chunk_bytes": 1 << 18}
+    world = World(parts, [1 << 20, 1 << 18], 4, tmp_path, lead=shift, options=options, room=paged_room)
+    with world.engine:
+        for turn in range(2):
+            world.wait_all(world.fetch(*((source, (source + turn) % 4) for source in range(4))))
+            for source in range(4):
+                assert world.holds((source + turn) % 4, source)
+            if turn == 0:
+                assert all(world.untouched_between(source, source) for source in range(4))
+
+
+def paged_room(slots: int, stride: int) -> NDArray[np.uint8]:
+    """A region that begins with a page."""
+    memory = np.full(slots * stride + 4096, POISON, np.uint8)
+    start = -memory.ctypes.data % 4096
+    return memory[start : start + slots * stride].reshape(slots, stride)
 
 
 def test_neighbours_in_a_file_are_read_at_once(tmp_path: Path) -> None:
