@@ -109,21 +109,31 @@ def tell(benchmark: BenchmarkFixture, **figures: float) -> None:
 
 
 def side_by_side(
-    benchmark: BenchmarkFixture, world: World, engine: Callable[[], object], plain: Callable[[], object]
+    benchmark: BenchmarkFixture,
+    world: World,
+    engine: Callable[[], object],
+    plain: Callable[[], object],
+    **others: Callable[[], object],
 ) -> None:
-    """Benchmark the first; time the second between its rounds."""
+    """Benchmark the first; time the second, and others to compare with, between its rounds."""
     nbytes = world.experts.nbytes
     ours, theirs = [], []
+    more: dict[str, list[float]] = {name: [] for name in others}
 
     def turn() -> None:
         ours.append(seconds(engine))
 
     def between() -> None:
         theirs.append(seconds(plain))
+        for name, other in others.items():
+            more[name].append(seconds(other))
 
     for _ in range(2):
-        plain()
         engine()
+        between()
+    theirs.clear()
+    for spent in more.values():
+        spent.clear()
     world.engine.reset_counters()
     benchmark.pedantic(turn, setup=between, rounds=ROUNDS)
     copying = world.engine.counters()["busy_ns"] / 1e9 / sum(ours)
@@ -133,6 +143,7 @@ def side_by_side(
         rate_over_plain_copy=round(np.median(plain_s / engine_s), 3),
         GB_per_s=round(nbytes / np.median(engine_s) / 1e9, 2),
         plain_GB_per_s=round(nbytes / np.median(plain_s) / 1e9, 2),
+        **{f"rate_over_{name}": round(np.median(np.array(spent) / engine_s), 3) for name, spent in more.items()},
         share_of_time_in_copies=round(copying, 3),
         measured_link_rate_GB_per_s=round(world.engine.link_rate / 1e9, 2),
     )
@@ -140,13 +151,38 @@ def side_by_side(
 
 @pytest.mark.parametrize("chunk", [MiB // 4, MiB, 2 * MiB, 8 * MiB], ids=lambda chunk: f"{chunk >> 10}KiB")
 def test_memory_against_one_copy(benchmark: BenchmarkFixture, chunk: int) -> None:
-    """The I/O thread alone, and one ``memcpy`` of all bytes at once by this one. The default chunk is 2 MiB."""
+    """The I/O thread alone, and one ``memcpy`` of all bytes: by this thread, and by an engine's as a single chunk.
+
+    The default chunk is 2 MiB.
+    """
     world = make(None, IN_MEMORY, EXPERT, IN_MEMORY, chunk_bytes=chunk)
     everything = np.arange(IN_MEMORY)
-    with world.engine:
+    one = whole(world)
+    with world.engine, one.engine:
         side_by_side(
-            benchmark, world, lambda: world.prefetch(everything), lambda: np.copyto(world.slots, world.experts)
+            benchmark,
+            world,
+            lambda: world.prefetch(everything),
+            lambda: np.copyto(world.slots, world.experts),
+            one_chunk=lambda: one.prefetch(np.zeros(1, np.int64)),
         )
+
+
+def whole(world: World) -> World:
+    """The same bytes into the same room, as one expert in one chunk."""
+    nbytes = world.experts.nbytes
+    one, zero = np.array([nbytes]), np.zeros(1, np.int64)
+    source = np.array([world.experts.ctypes.data], np.uint64)
+    sources = Sources(np.array([0, 1]), np.array([-1]), source, one, zero, zero)
+    engine = Engine(
+        sources,
+        np.array([world.slots.ctypes.data], np.uint64),
+        one,
+        np.zeros(1, np.int32),
+        chunk_bytes=nbytes,
+        owner=(world.experts, world.slots),
+    )
+    return World(engine, world.experts, world.slots, None)
 
 
 def test_memory_with_a_helping_caller(benchmark: BenchmarkFixture) -> None:
@@ -192,19 +228,26 @@ def test_copies_past_the_caches_and_their_reader(benchmark: BenchmarkFixture, he
         world.engine.close()
 
 
-def read_plainly(path: Path, nbytes: int, block: int = 2 << 20) -> Callable[[], None]:
-    """A loop of aligned direct reads over the whole file into one buffer, and no copy out of it."""
-    buffer = mmap.mmap(-1, block)
+def read_plainly(path: Path, nbytes: int, huge: bool, block: int = 2 * MiB) -> Callable[[], None]:
+    """A loop of aligned direct reads over the whole file into one buffer, and no copy out of it.
+
+    The buffer has small pages like that of ``dd``, or huge ones: a disk's request has a limited number of parts, and
+    every small page is one.
+    """
+    buffer = mmap.mmap(-1, 2 * block, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    buffer.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+    start = -np.frombuffer(buffer, np.uint8).ctypes.data % block
+    part = memoryview(buffer)[start : start + block]
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        os.preadv(descriptor, [buffer], 0)
+        os.preadv(descriptor, [part], 0)
     except OSError:
         descriptor = os.open(path, os.O_RDONLY)
 
     def read() -> None:
         at = 0
         while at < nbytes:
-            at += os.preadv(descriptor, [buffer], at) or nbytes
+            at += os.preadv(descriptor, [part], at) or nbytes
 
     return read
 
@@ -218,8 +261,8 @@ def test_files_against_one_loop_of_reads(
     world = make(tmp_path / "shard", EXPERTS, EXPERT, EXPERTS, in_place=in_place, threads=threads)
     everything = np.arange(EXPERTS)
     with world.engine:
-        plain = read_plainly(tmp_path / "shard", world.experts.nbytes)
-        side_by_side(benchmark, world, lambda: world.prefetch(everything), plain)
+        plain, huge = (read_plainly(tmp_path / "shard", world.experts.nbytes, huge) for huge in (False, True))
+        side_by_side(benchmark, world, lambda: world.prefetch(everything), plain, reads_into_huge_pages=huge)
         counters = world.engine.counters()
         tell(benchmark, direct=counters["direct_reads"], buffered=counters["buffered_reads"])
 
