@@ -41,6 +41,8 @@ cdef void* thread_main(void* argument) noexcept nogil:
     # A link is never called with the lock held: submit() takes the lock and keeps the GIL.
     error = room.link.enter(room.link)
     pthread_mutex_lock(&room.lock)
+    room.threads_entered += 1
+    room.news = room.news or room.pausers != 0
     mover = take_mover(room)
     room.thread_error = ENOMEM if mover == NULL else error
     if mover != NULL:

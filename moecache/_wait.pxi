@@ -101,12 +101,13 @@ cdef int await_jobs(Room* room, const int32_t* slots, const int32_t* generations
 
 
 cdef int await_still(Room* room, bint moving, int64_t deadline, int64_t slice_end) noexcept nogil:
-    """Wait until no chunk moves, or, if that is not all that is asked for, until there is no job left either."""
+    """Wait until no chunk moves and no thread is still starting, or else until there is no job left."""
     cdef int32_t* asleep = &room.pausers if moving else &room.drainers
     cdef int found = SLICE
     pthread_mutex_lock(&room.lock)
     while found == SLICE:
-        if room.moving == 0 if moving else room.live == 0 and room.stale == 0:
+        if (room.moving == 0 and room.threads_entered == room.threads if moving
+                else room.live == 0 and room.stale == 0):
             found = READY
         elif room.closing:
             found = CLOSED

@@ -11,7 +11,7 @@ from harness import WAIT, World, settle, simple, until
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from model import Model
+from queue_model import Model
 
 from moecache._engine import FaultyLink, HostLink, ThrottledLink
 from moecache.errors import TransferError
@@ -84,7 +84,7 @@ class Stepped:
             with pytest.raises(TransferError, match="chunks moving"):
                 self.world.engine.pause(0.0)
         else:
-            self.world.engine.pause(0.0)
+            self.world.engine.pause(WAIT)
             self.model.pause()
         self.compare()
 
