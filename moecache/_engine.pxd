@@ -9,8 +9,10 @@ cdef extern from *:
     #include <pthread.h>
     #include <signal.h>
     #include <string.h>
+    #include <sys/mman.h>
     #include <sys/prctl.h>
     #include <sys/stat.h>
+    #include <sys/uio.h>
     #include <time.h>
     #include <unistd.h>
 
@@ -18,6 +20,13 @@ cdef extern from *:
     static inline int32_t load_acquire(const int32_t *from) { return __atomic_load_n(from, __ATOMIC_ACQUIRE); }
     static inline int64_t add_relaxed(int64_t *to, int64_t value) {
         return __atomic_add_fetch(to, value, __ATOMIC_RELAXED);
+    }
+    static inline int64_t load_relaxed(const int64_t *from) { return __atomic_load_n(from, __ATOMIC_RELAXED); }
+    static inline void store_double(double *to, double value) { __atomic_store(to, &value, __ATOMIC_RELAXED); }
+    static inline double load_double(const double *from) {
+        double value;
+        __atomic_load(from, &value, __ATOMIC_RELAXED);
+        return value;
     }
 
     static inline int64_t now_ns(void) {
@@ -49,12 +58,24 @@ cdef extern from *:
         prctl(PR_SET_NAME, "moecache-io", 0UL, 0UL, 0UL);
     }
 
-    /* Alignment that direct reads of this file need; 0: the file system says it has none. */
-    static inline int64_t direct_alignment(int fd) {
+    static inline void advise_huge(void *memory, size_t nbytes) {
+    #ifdef MADV_HUGEPAGE
+        int kept = errno;
+        madvise(memory, nbytes, MADV_HUGEPAGE);
+        errno = kept;
+    #endif
+    }
+
+    /* Alignment that direct reads of this file need, of offset and length; 0: the file system says it has none.
+       Of the memory they may need less, and never more. */
+    static inline int64_t direct_alignment(int fd, int64_t *memory) {
+        *memory = 4096;
     #ifdef STATX_DIOALIGN
         struct statx s;
-        if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &s) == 0 && (s.stx_mask & STATX_DIOALIGN))
+        if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &s) == 0 && (s.stx_mask & STATX_DIOALIGN)) {
+            *memory = s.stx_dio_mem_align;
             return s.stx_dio_mem_align > s.stx_dio_offset_align ? s.stx_dio_mem_align : s.stx_dio_offset_align;
+        }
     #endif
         return 4096;
     }
@@ -83,20 +104,33 @@ cdef extern from *:
     void store_release(int32_t *, int32_t) nogil
     int32_t load_acquire(const int32_t *) nogil
     int64_t add_relaxed(int64_t *, int64_t) nogil
+    int64_t load_relaxed(const int64_t *) nogil
+    void store_double(double *, double) nogil
+    double load_double(const double *) nogil
     int64_t now_ns() nogil
     int cond_init(pthread_cond_t *) nogil
     void cond_wait_until(pthread_cond_t *, pthread_mutex_t *, int64_t) nogil
     void prepare_thread() nogil
-    int64_t direct_alignment(int) nogil
+    int64_t direct_alignment(int, int64_t *) nogil
+    void advise_huge(void *, size_t) nogil
     int32_t fork_count() nogil
     void watch_forks() nogil
+    struct iovec:
+        void *iov_base
+        size_t iov_len
+    ssize_t preadv(int, const iovec *, int, int64_t) nogil
     int ECANCELED
     int O_DIRECT
     int O_CLOEXEC
 
 
+cdef extern from "_copy.h" nogil:
+    void moe_stream(void *, const void *, size_t)
+
+
 cdef enum:
     MAX_PIECES = 8          # segments one chunk may touch
+    MAX_PARTS = 2 * MAX_PIECES + 1
     MAX_DEPTH = 64          # chunks an asynchronous link may have outstanding
 
 cdef enum:                  # what a link answers: 0 is done, a positive number is an errno
@@ -135,6 +169,7 @@ cdef struct File:
     int buffered
     int32_t refused         # the first direct read was refused
     int64_t align
+    int64_t memory_align
 
 cdef struct Counters:       # 64-bit
     int64_t bytes_demand
@@ -160,7 +195,12 @@ cdef struct Mover:          # what a thread that moves bytes has for itself
     int64_t short_read      # injected: most bytes one read returns, 0: no limit
     bint refuse_direct      # injected: direct reads answer EINVAL
     bint on_thread          # an I/O thread's, not a helping caller's
-    Mover* next
+    bint busy               # it copies a chunk of this many bytes into this slot since then
+    int32_t slot
+    int64_t nbytes
+    int64_t since
+    Mover* next             # spare ones
+    Mover* sibling          # all of them
 
 cdef struct Link:
     bint asynchronous       # copy() only starts a chunk, query() tells when it is over
@@ -188,6 +228,7 @@ cdef struct Slot:
     int64_t sequence        # names one admission; 0: none is live, so that a late chunk finds nobody
     int64_t segment         # next byte to move: segment and offset in it
     int64_t offset
+    int64_t landed          # bytes of the live job that have arrived
     int32_t begun
     int32_t outstanding     # chunks of the live job that are moving
     int32_t stale           # chunks of earlier jobs that still move into the slot
@@ -209,10 +250,14 @@ cdef struct Room:
     pthread_cond_t done     # waiting callers sleep here
     bint closing
     int32_t threads
+    int32_t threads_entered # that are past the link's enter()
     int32_t threads_ended   # before they were told to
     int thread_error        # why, if it is known
     int32_t sleepers
     int32_t drainers
+    int32_t paused          # how many want no chunk to start
+    int32_t pausers         # callers that sleep until no chunk moves
+    int32_t moving          # chunks between their start and their landing, stale ones too
     bint news               # callers that sleep are to be woken when the lock is given up
     int32_t helpers
     int32_t slots_count
@@ -236,7 +281,12 @@ cdef struct Room:
     File* files
     int32_t files_count
     Counters counters
+    int64_t link_since      # up to here the time in which chunks move is accounted for
+    double link_bytes       # decayed sums
+    double link_ns
+    double link_rate        # their quotient in bytes/s, read without the lock; 0: nothing has moved yet
     Mover* movers           # spare ones, for callers that help
+    Mover* every_mover
     Flight flights[MAX_DEPTH]
     int32_t flight_first
     int32_t flight_count

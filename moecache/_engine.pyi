@@ -27,7 +27,14 @@ class FileLink(_Link):
     def __init__(self, direct: bool = True) -> None: ...
 
 class ThrottledLink(_Link):
-    def __init__(self, inner: _Link, bytes_per_s: float, latency_s: float = 0.0) -> None: ...
+    def __init__(
+        self,
+        inner: _Link,
+        bytes_per_s: float,
+        latency_s: float = 0.0,
+        jitter_s: float = 0.0,
+        seed: int = 0,
+    ) -> None: ...
 
 class FaultyLink(_Link):
     def __init__(
@@ -37,11 +44,16 @@ class FaultyLink(_Link):
         fail_at: int = 0,
         fails: int = 1,
         error: int = ...,
+        stage: str = "copy",
+        short_copy_at: int = 0,
         delay_s: float = 0.0,
         short_read: int = 0,
         refuse_direct: bool = False,
         end_thread_at: int = 0,
+        stall_at: int = 0,
+        stall_landed: bool = False,
     ) -> None: ...
+    def release(self, chunks: int = ...) -> None: ...
     @property
     def chunks(self) -> int: ...
 
@@ -156,15 +168,15 @@ class Engine:
         ----------
         slots, generations : int32[n]
         timeout
-            Seconds.
+            Seconds. A caller that copies a chunk itself finishes that first.
 
         Raises
         ------
         TransferError
             None is complete and one failed (``__cause__`` is the original error), was dropped or displaced; or the time
-            is over; or an I/O thread has ended. ``position`` says which one it is about.
+            is over; or an I/O thread has ended (both with `describe`'s lines). ``position`` says which one it is about.
         RoutingError
-            Arrays of different length, an unknown slot, or nothing to wait for.
+            Arrays of different length, an unknown slot, nothing to wait for, or a timeout that is not a number.
         ClosedError
             The engine is closed, also when that happens during the wait.
         """
@@ -176,8 +188,53 @@ class Engine:
         Raises
         ------
         TransferError
-            The time is over, or an I/O thread has ended.
+            The time is over, or an I/O thread has ended; the message ends with `describe`'s lines.
+        RoutingError
+            A timeout that is not a number.
         ClosedError
+        """
+    def pause(self, timeout: float) -> None:
+        """Let no chunk start until `resume`, and return when none moves any more.
+
+        Meanwhile jobs are taken, joined and dropped as ever, waits wait, and closing works; a link's functions are not
+        called, so that a CUDA graph can be captured. Pauses add up: each needs its own `resume`.
+
+        Parameters
+        ----------
+        timeout
+            Seconds for the chunks that move to land.
+
+        Raises
+        ------
+        TransferError
+            They have not, or an I/O thread has ended; the engine is not paused by this call then.
+        RoutingError
+            A timeout that is not a number.
+        ClosedError
+        """
+    def resume(self) -> None:
+        """End one `pause`.
+
+        Raises
+        ------
+        TransferError
+            There is none to end.
+        ClosedError
+        """
+    def describe(self) -> str:
+        """Lines for people: jobs in the order they will be served (level, state, slot, generation, bytes there), who
+        moves what, who waits.
+
+        Raises
+        ------
+        ClosedError
+        """
+    @property
+    def link_rate(self) -> float:
+        """Bytes/s of the link while it moves something, all threads together; 0.0 before anything has moved.
+
+        Recent: what happened 0.25 s of busy time ago counts for 1/e. Read without a lock, at any time, also when the
+        engine is closed.
         """
     def counters(self) -> dict[str, int]:
         """Sums since the start or the last `reset_counters`, 64-bit.

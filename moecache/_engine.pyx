@@ -26,21 +26,9 @@ from posix.unistd cimport pread
 from moecache.errors import ClosedError, RoutingError, TransferError
 
 include "_links.pxi"
+include "_limits.pxi"
 include "_queue.pxi"
-
-_STATES = ("idle", "queued", "waiting for an earlier copy into its slot", "moving")
-
-cdef enum:                  # how a wait ended
-    READY = 0
-    FAILED = 1
-    LOST = 2                # dropped, or its slot was given to a later generation
-    CLOSED = 3
-    DEAD = 4
-    TIMEOUT = 5
-    SLICE = 6               # time to look at signals
-
-cdef enum:
-    SLICE_NS = 200000000    # how late Ctrl-C may be noticed
+include "_wait.pxi"
 
 watch_forks()
 
@@ -53,6 +41,8 @@ cdef void* thread_main(void* argument) noexcept nogil:
     # A link is never called with the lock held: submit() takes the lock and keeps the GIL.
     error = room.link.enter(room.link)
     pthread_mutex_lock(&room.lock)
+    room.threads_entered += 1
+    room.news = room.news or room.pausers != 0
     mover = take_mover(room)
     room.thread_error = ENOMEM if mover == NULL else error
     if mover != NULL:
@@ -78,6 +68,8 @@ cdef Mover* take_mover(Room* room) noexcept nogil:
         return mover
     mover = <Mover*> calloc(1, sizeof(Mover))
     if mover != NULL:
+        mover.sibling = room.every_mover
+        room.every_mover = mover
         mover.files = room.files
         mover.counters = &room.counters
         mover.bounce_bytes = ((room.chunk_bytes + 4095) & ~4095) + 2 * 4096
@@ -89,112 +81,6 @@ cdef void give_mover(Room* room, Mover* mover) noexcept nogil:
     room.movers = mover
 
 
-cdef bint help_one(Room* room, const int32_t* slots, const int32_t* generations, Py_ssize_t n) noexcept nogil:
-    """Copy a chunk of the first demand job still queued among those waited for; False when there is none."""
-    cdef Py_ssize_t i
-    cdef Slot* job
-    cdef Mover* mover
-    for i in range(n):
-        job = &room.slots[slots[i]]
-        if job.state != QUEUED or job.level != DEMAND or job.generation != generations[i]:
-            continue
-        mover = take_mover(room)
-        if mover == NULL:
-            return False
-        room.helpers += 1
-        room.counters.helped += 1
-        carry(room, mover, slots[i])
-        room.helpers -= 1
-        give_mover(room, mover)
-        if room.closing and room.helpers == 0:
-            pthread_cond_broadcast(&room.done)
-        return True
-    return False
-
-
-cdef int look(Room* room, const int32_t* slots, const int32_t* generations, Py_ssize_t n, bint every,
-              Py_ssize_t* position) noexcept nogil:
-    """How the wait stands: READY, FAILED, LOST with the position, or SLICE when it goes on."""
-    cdef Py_ssize_t i
-    cdef int32_t value
-    cdef int found = READY if every else SLICE
-    for i in range(n):
-        value = load_acquire(&room.complete[slots[i]])
-        if value == generations[i]:
-            if every:
-                continue
-            position[0] = i
-            return READY
-        if every:
-            found = SLICE
-        if value == -generations[i]:
-            position[0] = i
-            found = FAILED
-        elif found != FAILED and (room.slots[slots[i]].newest > generations[i]
-                                  or room.slots[slots[i]].dropped >= generations[i]):
-            position[0] = i
-            found = LOST
-        if every and found != SLICE:
-            return found
-    return found
-
-
-cdef int await_jobs(Room* room, const int32_t* slots, const int32_t* generations, Py_ssize_t n, bint every,
-                    int64_t deadline, int64_t slice_end, Py_ssize_t* position) noexcept nogil:
-    cdef int64_t began = now_ns()
-    cdef Py_ssize_t i
-    cdef int found
-    pthread_mutex_lock(&room.lock)
-    while True:
-        found = look(room, slots, generations, n, every, position)
-        if found != SLICE:
-            break
-        if room.closing:
-            found = CLOSED
-            break
-        if room.threads_ended:
-            found = DEAD
-            break
-        if now_ns() >= deadline:
-            found = TIMEOUT
-            break
-        if now_ns() >= slice_end:
-            break
-        if not room.link.asynchronous and help_one(room, slots, generations, n):
-            continue
-        tell_now(room)
-        for i in range(n):
-            room.slots[slots[i]].awaited += 1
-        cond_wait_until(&room.done, &room.lock, min(deadline, slice_end))
-        for i in range(n):
-            room.slots[slots[i]].awaited -= 1
-    room.counters.stall_ns += now_ns() - began
-    leave(room)
-    return found
-
-
-cdef int await_idle(Room* room, int64_t deadline, int64_t slice_end) noexcept nogil:
-    cdef int found = SLICE
-    pthread_mutex_lock(&room.lock)
-    while found == SLICE:
-        if room.live == 0 and room.stale == 0:
-            found = READY
-        elif room.closing:
-            found = CLOSED
-        elif room.threads_ended:
-            found = DEAD
-        elif now_ns() >= deadline:
-            found = TIMEOUT
-        elif now_ns() >= slice_end:
-            break
-        else:
-            room.drainers += 1
-            cond_wait_until(&room.done, &room.lock, min(deadline, slice_end))
-            room.drainers -= 1
-    pthread_mutex_unlock(&room.lock)
-    return found
-
-
 cdef void stop(Room* room, pthread_t* threads) noexcept nogil:
     cdef int32_t i
     pthread_mutex_lock(&room.lock)
@@ -202,6 +88,8 @@ cdef void stop(Room* room, pthread_t* threads) noexcept nogil:
     for i in range(room.slots_count):
         if room.slots[i].state != IDLE:
             cancel(room, i)
+    if room.threads and not room.link.asynchronous:     # the I/O thread of an asynchronous one says so itself
+        room.link.abandon(room.link)
     pthread_cond_broadcast(&room.work)
     pthread_cond_broadcast(&room.done)
     while room.helpers:
@@ -271,11 +159,12 @@ cdef class _Keeper:
             if room.files[i].direct >= 0:
                 os.close(room.files[i].direct)
         room.files_count = 0
-        while room.movers != NULL:
-            mover = room.movers
-            room.movers = mover.next
+        while room.every_mover != NULL:
+            mover = room.every_mover
+            room.every_mover = mover.sibling
             free(mover.bounce)
             free(mover)
+        room.movers = NULL
         if self.link is not None:
             self.link.in_use = False
         self.owner = self.sources = None
@@ -299,6 +188,9 @@ cdef class _Keeper:
 
 def _close(_Keeper keeper):
     keeper.close()
+
+
+include "_report.pxi"
 
 
 cdef void* room_for(Py_ssize_t count, size_t size) except NULL:
@@ -358,7 +250,7 @@ cdef void open_files(_Keeper keeper, paths) except *:
             file.direct = os.open(path, os.O_RDONLY | O_DIRECT | O_CLOEXEC)
         except OSError:
             continue        # the file system refuses: read through the cache, counted in buffered_reads
-        file.align = direct_alignment(file.direct)
+        file.align = direct_alignment(file.direct, &file.memory_align)
         if not 1 <= file.align <= 4096:
             file.refused = 1
 
@@ -453,7 +345,7 @@ cdef class Engine:
         pthread_mutex_lock(&room.lock)
         if room.closing or room.threads_ended:
             pthread_mutex_unlock(&room.lock)
-            self.give_up(CLOSED if room.closing else DEAD, 0, 0, 0, 0.0)
+            self.give_up(CLOSED if room.closing else DEAD, 0, -1, 0, 0.0)
         for i in range(drops):
             drop_row(room, drop[i, 0], drop[i, 1])
         for i in range(fetches):
@@ -492,6 +384,7 @@ cdef class Engine:
         cdef int found
         cdef int64_t deadline
         self.usable()
+        deadline = deadline_after(timeout)
         if generations.shape[0] != n or (n == 0 and not every):
             raise RoutingError(f"{n} slots and {generations.shape[0]} generations: need as many, and at least one")
         for i in range(n):
@@ -499,7 +392,6 @@ cdef class Engine:
                 raise RoutingError(f"slot {slots[i]} is outside 0..{room.slots_count - 1}")
         if n == 0 or look(room, &slots[0], &generations[0], n, every, &position) == READY:
             return position
-        deadline = deadline_after(timeout)
         while True:
             with nogil:
                 found = await_jobs(room, &slots[0], &generations[0], n, every, deadline, now_ns() + SLICE_NS,
@@ -511,22 +403,54 @@ cdef class Engine:
             PyErr_CheckSignals()
 
     def drain(self, double timeout):
+        self.wait_still(False, timeout)
+
+    cdef int wait_still(self, bint moving, double timeout) except -1:
         cdef int found
-        cdef int64_t deadline = deadline_after(timeout)
+        cdef int64_t deadline
         self.usable()
+        deadline = deadline_after(timeout)
         while True:
             with nogil:
-                found = await_idle(self.room, deadline, now_ns() + SLICE_NS)
+                found = await_still(self.room, moving, deadline, now_ns() + SLICE_NS)
             if found == READY:
-                return
+                return 0
             if found != SLICE:
-                self.give_up(found, 0, 0, 0, timeout)
+                self.give_up(found, 0, -1, 0, timeout)
             PyErr_CheckSignals()
+
+    def pause(self, double timeout):
+        self.usable()
+        self.add_pause(1)
+        try:
+            self.wait_still(True, timeout)
+        except BaseException:
+            self.add_pause(-1)
+            raise
+
+    def resume(self):
+        self.usable()
+        if not self.add_pause(-1):
+            raise TransferError("resume() without a pause() before it")
+
+    cdef bint add_pause(self, int32_t change) noexcept:
+        """Count a pause or its end; False: there was none to end."""
+        cdef Room* room = self.room
+        pthread_mutex_lock(&room.lock)
+        cdef bint counted = room.paused + change >= 0
+        if counted:
+            room.paused += change
+        cdef bint goes_on = room.paused == 0
+        pthread_mutex_unlock(&room.lock)
+        if goes_on:
+            pthread_cond_broadcast(&room.work)
+            pthread_cond_broadcast(&room.done)      # callers that wait may help again
+        return counted
 
     cdef int give_up(self, int found, Py_ssize_t position, int32_t slot, int32_t generation,
                      double timeout) except -1:
-        """Raise what a call that ended like this has to raise."""
-        cdef Slot* job = &self.room.slots[slot]
+        """Raise what a call that ended like this has to raise; slot -1: it was not about one."""
+        cdef Slot* job = &self.room.slots[max(slot, 0)]
         cause = None
         if found == CLOSED:
             raise ClosedError("the engine was closed")
@@ -534,10 +458,11 @@ cdef class Engine:
             if self.room.thread_error:
                 cause = system_error(self.room.thread_error, None, 0)
             error = TransferError(f"an I/O thread has ended ({cause or 'reason unknown'}), copies can no longer be "
-                                  f"made; {self.state()}. Close this engine and make a new one")
+                                  f"made. Close this engine and make a new one\n{describe(self.keeper)}")
         elif found == TIMEOUT:
-            error = TransferError(f"not complete after {timeout:g} s: slot {slot}, generation {generation} "
-                                  f"({_STATES[job.state]}); {self.state()}. A slow link needs a longer timeout")
+            what = "" if slot < 0 else f": slot {slot}, generation {generation} ({_STATES[job.state]})"
+            error = TransferError(f"not complete after {timeout:g} s{what}. A slow link needs a longer timeout\n"
+                                  f"{describe(self.keeper)}")
         elif found == LOST:
             error = TransferError(f"slot {slot}, generation {generation} was dropped, or given to another expert "
                                   f"(generation {job.newest}), before its bytes were there")
@@ -549,13 +474,13 @@ cdef class Engine:
         error.position = position
         raise error from cause
 
-    cdef str state(self):
-        cdef Room* room = self.room
-        busy = [f"slot {i} generation {room.slots[i].generation}" for i in range(room.slots_count)
-                if room.slots[i].outstanding]
-        return (f"{room.demand_count} demand and {room.heap_count} prefetch jobs queued, in flight: "
-                f"{', '.join(busy[:8]) or 'none'} ({room.flight_bytes} bytes on the link), "
-                f"{room.threads - room.threads_ended} of {room.threads} I/O threads alive")
+    def describe(self):
+        self.usable()
+        return describe(self.keeper)
+
+    @property
+    def link_rate(self):
+        return 0.0 if self.keeper is None else load_double(&self.room.link_rate)
 
     def counters(self):
         self.usable()
@@ -582,7 +507,9 @@ cdef class Engine:
         self.close()
 
 
-cdef int64_t deadline_after(double seconds) noexcept:
+cdef int64_t deadline_after(double seconds) except -1:
+    if seconds != seconds:
+        raise RoutingError("a timeout that is not a number: give seconds")
     return now_ns() + <int64_t> (min(max(seconds, 0.0), 1e8) * 1e9)
 
 

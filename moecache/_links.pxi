@@ -1,5 +1,5 @@
 # The links: what the bytes travel over. Each is a C record of functions; the classes below only fill one in.
-# Included by _engine.pyx.
+# Included by _engine.pyx. _limits.pxi has those that stand in for others in tests and benchmarks.
 
 
 cdef int no_enter(Link* link) noexcept nogil:
@@ -14,10 +14,22 @@ cdef void no_abandon(Link* link) noexcept nogil:
     pass
 
 
+cdef enum:
+    STREAM_BYTES = 1 << 20      # a chunk from here on is more than the core that reads it next would find in its cache
+    PLACED_BYTES = 16384        # fewer are not worth a part of a read of their own
+
+
+cdef inline void land(Chunk* chunk, uint64_t target, const void* source, uint64_t nbytes) noexcept nogil:
+    if chunk.nbytes >= STREAM_BYTES:
+        moe_stream(<void*> target, source, <size_t> nbytes)
+    else:
+        memcpy(<void*> target, source, <size_t> nbytes)
+
+
 cdef int host_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexcept nogil:
     cdef int32_t i
     for i in range(chunk.pieces):
-        memcpy(<void*> chunk.target[i], <void*> chunk.source[i], <size_t> chunk.length[i])
+        land(chunk, chunk.target[i], <void*> chunk.source[i], chunk.length[i])
     return 0
 
 
@@ -37,14 +49,14 @@ cdef int read_buffered(Mover* mover, File* file, uint64_t source, unsigned char*
     return 0
 
 
-cdef int read_direct(Mover* mover, File* file, uint64_t source, unsigned char* buffer, int64_t nbytes) noexcept nogil:
-    """Read the aligned blocks around the bytes into the buffer; EAGAIN: they are to be read the other way."""
-    cdef int64_t mask = file.align - 1, done = 0, got
-    cdef uint64_t base = source & ~(<uint64_t> mask)
-    cdef int64_t needed = <int64_t> (source - base) + nbytes
-    cdef int64_t ask = (needed + mask) & ~mask
+cdef int read_blocks(Mover* mover, File* file, uint64_t base, iovec* parts, int count, int64_t needed) noexcept nogil:
+    """Read whole blocks from here on into the parts until the bytes needed are there.
+
+    EAGAIN: they are to be read the other way.
+    """
+    cdef int64_t done = 0, got
     while done < needed:
-        got = pread(file.direct, buffer + done, <size_t> (ask - done), <off_t> (base + done))
+        got = preadv(file.direct, parts, count, <int64_t> base + done)
         if got < 0 and errno == EINTR:
             continue
         if mover.refuse_direct or (got < 0 and errno in (EINVAL, EOPNOTSUPP)):
@@ -59,8 +71,68 @@ cdef int read_direct(Mover* mover, File* file, uint64_t source, unsigned char* b
             # The next direct read must begin on a block; less than a block is the end of the file or a whim.
             if got < file.align:
                 return EAGAIN
-            got &= ~mask
+            got &= ~(file.align - 1)
         done += got
+        while count and got >= <int64_t> parts[0].iov_len:
+            got -= parts[0].iov_len
+            parts += 1
+            count -= 1
+        if count:
+            parts[0].iov_base = <char*> parts[0].iov_base + got
+            parts[0].iov_len -= got
+    return 0
+
+
+cdef int read_direct(Mover* mover, File* file, uint64_t source, unsigned char* buffer, int64_t nbytes) noexcept nogil:
+    """Read the aligned blocks around the bytes into the buffer; EAGAIN: they are to be read the other way."""
+    cdef int64_t mask = file.align - 1
+    cdef uint64_t base = source & ~(<uint64_t> mask)
+    cdef int64_t needed = <int64_t> (source - base) + nbytes
+    cdef iovec part
+    part.iov_base = buffer
+    part.iov_len = (needed + mask) & ~mask
+    return read_blocks(mover, file, base, &part, 1, needed)
+
+
+cdef int read_into_place(Mover* mover, File* file, Chunk* chunk) noexcept nogil:
+    """Read the blocks around the chunk: those inside a piece to where they belong, as far as the slot's address allows
+    that, the others by way of the bounce buffer. EAGAIN: the chunk is to be read the other way.
+    """
+    cdef uint64_t mask = file.align - 1, at = chunk.source[0], cursor
+    cdef uint64_t base = at & ~mask, end = at + chunk.nbytes
+    cdef uint64_t first[MAX_PIECES]
+    cdef uint64_t last[MAX_PIECES]
+    cdef iovec parts[MAX_PARTS]
+    cdef int count = 0, error
+    cdef int32_t i
+    cursor = base
+    for i in range(chunk.pieces):
+        first[i] = (at + mask) & ~mask
+        last[i] = (at + chunk.length[i]) & ~mask
+        if last[i] < first[i] + PLACED_BYTES or (chunk.target[i] + first[i] - at) & (file.memory_align - 1):
+            last[i] = first[i] = at + chunk.length[i]       # all of the piece bounces
+        else:
+            if first[i] > cursor:
+                parts[count].iov_base = mover.bounce + (cursor - base)
+                parts[count].iov_len = first[i] - cursor
+                count += 1
+            parts[count].iov_base = <void*> (chunk.target[i] + first[i] - at)
+            parts[count].iov_len = last[i] - first[i]
+            count += 1
+            cursor = last[i]
+        at += chunk.length[i]
+    if cursor < end:
+        parts[count].iov_base = mover.bounce + (cursor - base)
+        parts[count].iov_len = ((end + mask) & ~mask) - cursor
+        count += 1
+    error = read_blocks(mover, file, base, parts, count, <int64_t> (end - base))
+    if error:
+        return error
+    at = chunk.source[0]
+    for i in range(chunk.pieces):
+        land(chunk, chunk.target[i], mover.bounce + (at - base), first[i] - at)
+        land(chunk, chunk.target[i] + last[i] - at, mover.bounce + (last[i] - base), at + chunk.length[i] - last[i])
+        at += chunk.length[i]
     return 0
 
 
@@ -68,25 +140,32 @@ cdef bint goes_direct(Link* link, File* file) noexcept nogil:
     return link.direct and file.direct >= 0 and load_acquire(&file.refused) == 0
 
 
+cdef bint make_bounce(Mover* mover) noexcept nogil:
+    # A disk's request has so many parts at most, and scattered small pages are a part each: on huge pages a chunk is
+    # one request and not several.
+    cdef int64_t page = 1 << 21 if mover.bounce_bytes >= 1 << 21 else 4096
+    cdef int64_t nbytes = (mover.bounce_bytes + page - 1) & ~(page - 1)
+    if posix_memalign(<void**> &mover.bounce, <size_t> page, <size_t> nbytes):
+        mover.bounce = NULL
+        return False
+    if page > 4096:
+        advise_huge(mover.bounce, <size_t> nbytes)
+    return True
+
+
 cdef int file_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexcept nogil:
     cdef File* file
     cdef int error = EAGAIN
     cdef int32_t i
-    cdef int64_t at
     if chunk.file < 0:
         return host_copy(link, mover, chunk, ticket)
     file = &mover.files[chunk.file]
     if goes_direct(link, file):
-        if mover.bounce == NULL and posix_memalign(<void**> &mover.bounce, 4096, <size_t> mover.bounce_bytes):
-            mover.bounce = NULL
+        if mover.bounce == NULL and not make_bounce(mover):
             return ENOMEM
-        error = read_direct(mover, file, chunk.source[0], mover.bounce, chunk.nbytes)
+        error = read_into_place(mover, file, chunk)
         if error == 0:
             add_relaxed(&mover.counters.direct_reads, 1)
-            at = chunk.source[0] & <uint64_t> (file.align - 1)
-            for i in range(chunk.pieces):
-                memcpy(<void*> chunk.target[i], mover.bounce + at, <size_t> chunk.length[i])
-                at += chunk.length[i]
         if error != EAGAIN:
             return error
     for i in range(chunk.pieces):
@@ -97,96 +176,6 @@ cdef int file_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexc
     if link.direct:
         posix_fadvise(file.buffered, <off_t> chunk.source[0], <off_t> chunk.nbytes, POSIX_FADV_DONTNEED)
     return 0
-
-
-cdef struct Throttle:
-    Link* inner
-    double ns_per_byte
-    int64_t latency_ns
-    bint abandoned
-    int64_t free_ns             # when the wire is free again
-    int64_t due_ns[MAX_DEPTH]
-    Chunk chunks[MAX_DEPTH]
-
-
-cdef int throttled_enter(Link* link) noexcept nogil:
-    cdef Throttle* wire = <Throttle*> link.state
-    wire.abandoned = False
-    wire.free_ns = 0
-    return wire.inner.enter(wire.inner)
-
-
-cdef void throttled_abandon(Link* link) noexcept nogil:
-    (<Throttle*> link.state).abandoned = True
-
-
-cdef int throttled_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexcept nogil:
-    cdef Throttle* wire = <Throttle*> link.state
-    wire.free_ns = max(wire.free_ns, now_ns()) + <int64_t> (chunk.nbytes * wire.ns_per_byte)
-    wire.due_ns[ticket] = wire.free_ns + wire.latency_ns
-    wire.chunks[ticket] = chunk[0]
-    return 0
-
-
-cdef int throttled_query(Link* link, Mover* mover, int32_t ticket, int64_t* again_ns) noexcept nogil:
-    # The bytes land when the chunk is due, not when it starts: a reader that does not wait gets the old ones.
-    cdef Throttle* wire = <Throttle*> link.state
-    if wire.abandoned:
-        return ECANCELED
-    if now_ns() < wire.due_ns[ticket]:
-        again_ns[0] = wire.due_ns[ticket]
-        return PENDING
-    return wire.inner.copy(wire.inner, mover, &wire.chunks[ticket], ticket)
-
-
-cdef struct Faults:
-    Link* inner
-    int64_t chunks              # seen so far
-    int64_t fail_at
-    int64_t fails
-    int error
-    int64_t end_thread_at
-    int64_t delay_ns
-    int64_t short_read
-    bint refuse_direct
-
-
-cdef int faulty_enter(Link* link) noexcept nogil:
-    cdef Faults* faults = <Faults*> link.state
-    return faults.inner.enter(faults.inner)
-
-
-cdef void faulty_abandon(Link* link) noexcept nogil:
-    cdef Faults* faults = <Faults*> link.state
-    faults.inner.abandon(faults.inner)
-
-
-cdef int faulty_begin(Link* link, int32_t slot) noexcept nogil:
-    cdef Faults* faults = <Faults*> link.state
-    return faults.inner.begin(faults.inner, slot)
-
-
-cdef int faulty_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexcept nogil:
-    cdef Faults* faults = <Faults*> link.state
-    cdef int64_t number = add_relaxed(&faults.chunks, 1)
-    cdef timespec pause
-    if faults.delay_ns:
-        pause.tv_sec = faults.delay_ns // 1000000000
-        pause.tv_nsec = faults.delay_ns % 1000000000
-        nanosleep(&pause, NULL)
-    if faults.end_thread_at and number >= faults.end_thread_at and mover.on_thread:
-        return THREAD_ENDS
-    if faults.fail_at and faults.fail_at <= number < faults.fail_at + faults.fails:
-        mover.fault_offset = chunk.source[0]
-        return faults.error
-    mover.short_read = faults.short_read
-    mover.refuse_direct = faults.refuse_direct
-    return faults.inner.copy(faults.inner, mover, chunk, ticket)
-
-
-cdef int faulty_query(Link* link, Mover* mover, int32_t ticket, int64_t* again_ns) noexcept nogil:
-    cdef Faults* faults = <Faults*> link.state
-    return faults.inner.query(faults.inner, mover, ticket, again_ns)
 
 
 cdef enum:
@@ -344,73 +333,6 @@ cdef class FileLink(_Link):
     def __init__(self, direct=True):
         self.link.copy = file_copy
         self.link.direct = direct
-
-
-cdef class ThrottledLink(_Link):
-    """A link of limited rate: chunks follow each other at ``bytes_per_s`` and land ``latency_s`` later.
-
-    It stands in for PCIe: copies are asynchronous, and their bytes change only when they land.
-
-    Raises
-    ------
-    ValueError
-        The inner link is asynchronous itself, or a number is out of range.
-    """
-    cdef Throttle wire
-
-    def __init__(self, _Link inner not None, double bytes_per_s, double latency_s=0.0):
-        if inner.link.asynchronous:
-            raise ValueError("ThrottledLink needs a synchronous inner link (HostLink, FileLink)")
-        if not bytes_per_s > 0 or not latency_s >= 0:
-            raise ValueError(f"need bytes_per_s > 0 and latency_s >= 0, got {bytes_per_s} and {latency_s}")
-        self.wraps(inner)
-        self.wire.inner = &inner.link
-        self.wire.ns_per_byte = 1e9 / bytes_per_s
-        self.wire.latency_ns = <int64_t> (latency_s * 1e9)
-        self.link.state = &self.wire
-        self.link.enter = throttled_enter
-        self.link.abandon = throttled_abandon
-        self.link.copy = throttled_copy
-        self.link.query = throttled_query
-        self.link.asynchronous = True
-        self.link.depth = MAX_DEPTH
-
-
-cdef class FaultyLink(_Link):
-    """Injects faults into another link.
-
-    Parameters
-    ----------
-    fail_at, fails, error
-        Chunks number ``fail_at`` to ``fail_at + fails - 1`` (the first is 1) fail with this errno.
-    delay_s
-        Every chunk takes this much longer.
-    short_read
-        A read of a file returns at most this many bytes.
-    refuse_direct
-        The file system refuses direct reads.
-    end_thread_at
-        The I/O thread vanishes at this chunk.
-    """
-    cdef Faults faults
-
-    def __init__(self, _Link inner not None, *, int64_t fail_at=0, int64_t fails=1, int error=EIO, double delay_s=0.0,
-                 int64_t short_read=0, bint refuse_direct=False, int64_t end_thread_at=0):
-        self.wraps(inner)
-        self.faults = Faults(inner=&inner.link, chunks=0, fail_at=fail_at, fails=fails, error=error,
-                             end_thread_at=end_thread_at, delay_ns=<int64_t> (delay_s * 1e9), short_read=short_read,
-                             refuse_direct=refuse_direct)
-        self.link.state = &self.faults
-        self.link.enter = faulty_enter
-        self.link.begin = faulty_begin
-        self.link.abandon = faulty_abandon
-        self.link.copy = faulty_copy
-        self.link.query = faulty_query
-
-    @property
-    def chunks(self):
-        """Chunks seen so far."""
-        return self.faults.chunks
 
 
 cdef class CudaLink(_Link):

@@ -1,5 +1,8 @@
 # Jobs, their queues and their journey. Every function here is called with the room's lock held.
-# Included by _engine.pyx.
+# Included by _engine.pyx. docs/engine.md has the diagram of a job's states and says which function owns which change.
+
+cdef enum:
+    RATE_MEMORY_NS = 250000000      # what the link did so much busy time ago counts for 1/e in its rate
 
 
 cdef inline bint sooner(Room* room, int32_t a, int32_t b) noexcept nogil:
@@ -72,6 +75,9 @@ cdef void unqueue(Room* room, int32_t slot) noexcept nogil:
 
 
 cdef inline int32_t next_job(Room* room) noexcept nogil:
+    """The job whose chunk goes next, -1: none may."""
+    if room.paused:
+        return -1
     if room.first >= 0:
         return room.first
     return room.heap[0] if room.heap_count else -1
@@ -203,6 +209,7 @@ cdef int32_t admit(Room* room, int32_t source, int32_t slot, int32_t generation,
     job.source = source
     job.segment = room.segment_start[source]
     job.offset = 0
+    job.landed = 0
     job.begun = 0
     if room.complete[slot] == -generation:
         store_release(&room.complete[slot], 0)
@@ -269,6 +276,27 @@ cdef inline void count_bytes(Room* room, int32_t level, int64_t nbytes) noexcept
         room.counters.bytes_prefetch += nbytes
 
 
+cdef void link_starts(Room* room) noexcept nogil:
+    if room.moving == 0:
+        room.link_since = now_ns()
+    room.moving += 1
+
+
+cdef void link_lands(Room* room, int64_t nbytes, bint arrived) noexcept nogil:
+    """Account for the time since the last landing, in which this chunk and perhaps others moved."""
+    cdef int64_t now = now_ns()
+    cdef double elapsed = now - room.link_since
+    cdef double kept = RATE_MEMORY_NS / (RATE_MEMORY_NS + elapsed)
+    room.link_since = now
+    room.moving -= 1
+    if arrived:
+        room.link_bytes = room.link_bytes * kept + nbytes
+        room.link_ns = room.link_ns * kept + elapsed
+        store_double(&room.link_rate, 1e9 * room.link_bytes / max(room.link_ns, 1.0))
+    if room.pausers and room.moving == 0:
+        room.news = True
+
+
 cdef void take(Room* room, int32_t slot, Flight* flight, Chunk* chunk) noexcept nogil:
     """Take a chunk off a queued job to move it; the job leaves its queue with the last."""
     cdef Slot* job = &room.slots[slot]
@@ -279,6 +307,7 @@ cdef void take(Room* room, int32_t slot, Flight* flight, Chunk* chunk) noexcept 
     flight.nbytes = chunk.nbytes
     flight.file = chunk.file
     job.outstanding += 1
+    link_starts(room)
     if last:
         unqueue(room, slot)
         job.state = MOVING
@@ -288,6 +317,7 @@ cdef void landed(Room* room, Flight* flight, int error, int64_t offset) noexcept
     """A chunk has arrived, or failed."""
     cdef Slot* job = &room.slots[flight.slot]
     cdef bint live = job.sequence == flight.sequence
+    link_lands(room, flight.nbytes, error == 0)
     if error == 0:
         count_bytes(room, job.level if live else flight.level, flight.nbytes)
     if not live:
@@ -296,7 +326,9 @@ cdef void landed(Room* room, Flight* flight, int error, int64_t offset) noexcept
     job.outstanding -= 1
     if error:
         fail(room, flight.slot, error, flight.file, offset)
-    elif job.state == MOVING and job.outstanding == 0:
+        return
+    job.landed += flight.nbytes
+    if job.state == MOVING and job.outstanding == 0:
         publish(room, flight.slot)
 
 
@@ -308,16 +340,20 @@ cdef int carry(Room* room, Mover* mover, int32_t slot) noexcept nogil:
     cdef Flight flight
     cdef Chunk chunk
     cdef int error
-    cdef int64_t began
+    cdef int64_t elapsed
     take(room, slot, &flight, &chunk)
     if room.sleepers and next_job(room) >= 0:
         pthread_cond_signal(&room.work)
+    mover.busy = True
+    mover.slot = slot
+    mover.nbytes = chunk.nbytes
+    mover.since = now_ns()
     leave(room)
-    began = now_ns()
     error = room.link.copy(room.link, mover, &chunk, 0)
-    began = now_ns() - began
+    elapsed = now_ns() - mover.since
     pthread_mutex_lock(&room.lock)
-    room.counters.busy_ns += began
+    room.counters.busy_ns += elapsed
+    mover.busy = error == THREAD_ENDS
     if error == THREAD_ENDS:
         return THREAD_ENDS
     landed(room, &flight, error, mover.fault_offset)
