@@ -48,6 +48,8 @@ class Stats:
     failed: int  # copies that failed
     layer_demands: tuple[int, ...]
     layer_hits: tuple[int, ...]
+    host_locked_bytes: int = 0  # of the experts' host memory, page-locked for a CUDA device
+    host_pageable_bytes: int = 0  # of it, what the system refused to lock: copies from there are slower
 
     @property
     def hit_rate(self) -> float:
@@ -99,7 +101,14 @@ class PrometheusCollector:
     >>> prometheus_client.REGISTRY.register(PrometheusCollector(cache))  # doctest: +SKIP
     """
 
-    _GAUGES = ("capacity_experts", "resident_experts", "resident_bytes", "expert_bytes_total")
+    _GAUGES = (
+        "capacity_experts",
+        "resident_experts",
+        "resident_bytes",
+        "expert_bytes_total",
+        "host_locked_bytes",
+        "host_pageable_bytes",
+    )
 
     def __init__(self, cache: ExpertCache, labels: dict[str, str] | None = None) -> None:
         self._cache = cache
