@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import torch
 from ._core import Core, RequestState, Step
 from ._engine import Engine
 from .bank import ExpertBank
-from .cuda import CudaCopies, copies_for, numbered, refuse_capture
+from .cuda import CudaCopies, copies_for, numbered
 from .errors import ClosedError, LeaseError, RoutingError, TransferError
 from .history import Fingerprint, History, open_history
 from .policy import Score, resolve
@@ -267,7 +268,7 @@ class ExpertCache:
         """
         self._check_open()
         if self._copies is not None:
-            refuse_capture("resize()")
+            self._copies.check("resize() was called")
         slots = self._slots_for(capacity)
         if any(list(self._leases.values())):
             raise LeaseError("resize() while a lease is open: leave the `with request.route(...)` block first")
@@ -301,7 +302,8 @@ class ExpertCache:
         if self.closed:
             return
         self._core.end_requests()
-        self._keep_counters(self._engine)
+        with suppress(ClosedError):  # in a forked child the engine is the parent's
+            self._keep_counters(self._engine)
         self.closed = True
         self._engine.close()
         if self._copies is not None:
@@ -382,7 +384,7 @@ class Request:
         if self.closed or cache.closed:
             raise ClosedError("this request is closed" if self.closed else "this cache is closed; make a new one")
         if cache._copies is not None:
-            refuse_capture(f"layer {layer}: experts were asked for")
+            cache._copies.check(f"layer {layer}: experts were asked for")
         if type(ids) is not torch.Tensor or not ids.is_cpu:
             ids = ids_on_cpu(ids, cache.device, layer)
         itemsize = ID_SIZE.get(ids.dtype)

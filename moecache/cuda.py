@@ -433,10 +433,10 @@ class CudaCopies:
         handles = _Handles(runtime)
         self.device = torch.device("cuda", device)
         self.staging_nbytes = 0
-        self._pageable: NDArray[np.uint8] | None = None
-        refuse_capture("a cache was made or resized")
+        staging, pageable = 0, None
         # Also the bindings' own set-up, which takes the GIL: the I/O thread must not be the first to call them.
         runtime.call("cudaGetDeviceCount")
+        refuse_capture("a cache was made or resized")
         try:
             with runtime.current():
                 runtime.call("cudaSetDevice", device)
@@ -449,6 +449,7 @@ class CudaCopies:
             handles.close()
             raise
         self.lock = handles.lock
+        self._process = handles.process
         owner = _Owner()
         # Before the engine is made: finalizers run last in first out, and the engine's thread must end first.
         self._finalizer = weakref.finalize(owner, handles.close)
@@ -481,8 +482,22 @@ class CudaCopies:
             return -(-pageable.ctypes.data // PAGE) * PAGE, pageable
         return handles.staging, None
 
+    def check(self, what: str) -> None:
+        """Raise if nothing may be asked of the device now.
+
+        Raises
+        ------
+        ClosedError
+            This is a forked child: a CUDA context does not survive that.
+        CaptureError
+            The current stream captures a graph.
+        """
+        if os.getpid() != self._process:
+            raise ClosedError(f"{what} in a forked child, and the cache belongs to its parent; make a new one after a spawn")
+        refuse_capture(what)
+
     def _stream(self) -> int:
-        refuse_capture("experts were asked for")
+        self.check("experts were asked for")
         return torch.cuda.current_stream(self.device).cuda_stream or STREAM_LEGACY
 
     def before_reading(self, slots: NDArray[np.int32]) -> None:
@@ -511,7 +526,7 @@ class CudaCopies:
         ClosedError
             The engine that uses the link is still open.
         """
-        if self.link.in_use:
+        if self.link.in_use and os.getpid() == self._process:
             raise ClosedError("close the engine before what it copies with")
         self._finalizer()
 
