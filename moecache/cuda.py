@@ -326,7 +326,7 @@ class _Runtime:
             lambda address: self.code("cudaHostUnregister", address),
             lambda: self.code("cudaGetLastError"),
             is_locked=self.is_locked,
-            **options,
+            **{"piece_nbytes": PIECE_NBYTES, **options},
         )
 
     def current(self) -> torch.cuda.device:
@@ -496,27 +496,33 @@ class CudaCopies:
             raise ClosedError(f"{what} in a forked child, and the cache belongs to its parent; make a new one after a spawn")
         refuse_capture(what)
 
-    def _stream(self) -> int:
+    def _tell(self, call: Callable[[NDArray[np.int32], int], object], slots: NDArray[np.int32]) -> None:
         self.check("experts were asked for")
-        return torch.cuda.current_stream(self.device).cuda_stream or STREAM_LEGACY
+        slots = np.ascontiguousarray(slots, np.int32)
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        if stream:
+            call(slots, stream)
+            return
+        with torch.cuda.device(self.device):  # the default stream is that of the current device
+            call(slots, STREAM_LEGACY)
 
     def before_reading(self, slots: NDArray[np.int32]) -> None:
         """Let what torch's current stream is given from now on wait, on the device, for the copies into these slots.
 
         Raises
         ------
-        CaptureError
+        CaptureError, ClosedError
         """
-        self.link.before_reading(slots, self._stream())
+        self._tell(self.link.before_reading, slots)
 
     def mark_readers(self, slots: NDArray[np.int32]) -> None:
         """Let none of these slots be overwritten before what torch's current stream has been given by now is done.
 
         Raises
         ------
-        CaptureError
+        CaptureError, ClosedError
         """
-        self.link.mark_readers(np.ascontiguousarray(slots, np.int32), self._stream())
+        self._tell(self.link.mark_readers, slots)
 
     def close(self) -> None:
         """Give everything back. A second call does nothing.

@@ -18,7 +18,7 @@ enum { HOST_TO_DEVICE = 1, HOST_STREAM_LEGACY = 1, RELAXED = 2 };
 enum { F_MEMCPY, F_RECORD, F_QUERY, F_WAIT, F_SET_DEVICE, F_EXCHANGE, F_REGISTER, F_UNREGISTER, F_ALLOC, F_STREAM, F_EVENT,
        FUNCTIONS };
 
-typedef struct Event { uint64_t issued, done; } Event;
+typedef struct Event { uint64_t issued, done; int device; } Event;
 
 typedef struct Op {
     struct Op *next;
@@ -150,6 +150,7 @@ int fake_event_record(void *handle, void *stream) {
     int code = answer(F_RECORD);
     Event *event = handle;
     Stream *s = stream_of(stream);
+    if (!code && event->device != (s ? s->device : current_device)) code = INVALID_HANDLE;
     if (!code) {
         uint64_t version = ++event->issued;
         if (s) give(s, (Op){.kind = RECORD, .event = event, .version = version});
@@ -184,6 +185,7 @@ int fake_stream_wait_event(void *handle, void *event_handle, unsigned flags) {
     Event *event = event_handle;
     Stream *s = stream_of(handle);
     uint64_t version = event->issued;
+    if (!code && !s && event->device != current_device) code = INVALID_HANDLE;   /* the default stream of another device */
     if (!code && s) give(s, (Op){.kind = WAIT, .event = event, .version = version});
     while (!code && !s && event->done < version) pthread_cond_wait(&changed, &lock);
     pthread_mutex_unlock(&lock);
@@ -317,7 +319,9 @@ int fake_event_create(void **handle, unsigned flags) {
     pthread_mutex_lock(&lock);
     int code = flags == 2 ? answer(F_EVENT) : INVALID_VALUE;
     if (!code) {
-        *handle = calloc(1, sizeof(Event));
+        Event *event = calloc(1, sizeof(Event));
+        event->device = current_device;
+        *handle = event;
         live_events++;
     }
     pthread_mutex_unlock(&lock);

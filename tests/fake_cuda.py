@@ -171,9 +171,10 @@ class FakeCuda:
         counts = self.counts()
         return {name: counts[name] for name in ("events", "streams", "registrations", "allocations")}
 
-    def stream(self) -> int:
+    def stream(self, device: int = 1) -> int:
         """A compute stream that executes beside the caller."""
-        return int(self._made("stream_create", 1)[1])
+        with _Guard(self.c, device):
+            return int(self._made("stream_create", 1)[1])
 
     def sum(self, stream: int, room: NDArray[np.uint8]) -> NDArray[np.uint64]:
         """A kernel that hashes some bytes; the result is there when the stream has come that far."""
