@@ -220,8 +220,8 @@ class FakeCuda:
 class _Guard:
     """torch.cuda.device: another current device for the length of a block."""
 
-    def __init__(self, c: ctypes.CDLL, device: int) -> None:
-        self.c, self.device = c, device
+    def __init__(self, c: ctypes.CDLL, device: int | torch.device) -> None:
+        self.c, self.device = c, device.index if isinstance(device, torch.device) else device
 
     def __enter__(self) -> None:
         self.before = self.c.fake_current_device()
