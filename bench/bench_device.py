@@ -27,8 +27,8 @@ import torch
 from torch.nn.functional import linear, silu
 
 import moecache
-import moecache.history
 from moecache._engine import Engine, Sources
+from moecache.history import Fingerprint
 from moecache.lab import Trace, read_trace
 from moecache.lab.replay import copy_history, trained_history
 from moecache.lab.schedule import split_requests
@@ -276,10 +276,6 @@ class Shape(NamedTuple):
     warm: int  # tokens before measuring
     tokens: int
 
-    @property
-    def expert_nbytes(self) -> int:
-        return 3 * self.hidden * self.inter * 2
-
 
 SHAPES = {
     # deepseek-ai/DeepSeek-V2-Lite: 26 of 27 layers have experts; of 15.7e9 weights 14.4e9 are theirs, 0.4e9 embeddings.
@@ -453,79 +449,103 @@ def fill(cache: moecache.ExpertCache, shape: Shape) -> None:
                     pass
 
 
-def decode(results: Results, name: str, device: torch.device, small: bool, traces: Path | None) -> None:
+def resident_experts(model: Model) -> Callable[[int], Any]:
+    """The experts' part with all of them on the device and no cache."""
+    home = [{key: tensor.to(model.device) for key, tensor in layer.items()} for layer in model.experts]
+
+    def experts(layer: int, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        weights = home[layer]
+        return in_order({e: expert(x, weights["gate_up"][e], weights["down"][e]) for e in ids[0].tolist()})
+
+    return lambda number: experts
+
+
+def played(name: str, small: bool, traces: Path | None) -> tuple[Shape, Trace, list[int], np.ndarray]:
+    """The shape, the trace, its requests for the history, and which of its tokens are decoded."""
     shape = SHAPES[name, "small" if small else "full"]
     trace = folded(find_trace(traces, shape), shape)
-    known, played = split_requests(trace, "7/10")
-    steps = np.flatnonzero(np.isin(trace.request, played))[: shape.warm + shape.tokens]
+    known, others = split_requests(trace, "7/10")
+    steps = np.flatnonzero(np.isin(trace.request, others))[: shape.warm + shape.tokens]
     if len(steps) < shape.warm + shape.tokens:
         raise SystemExit(f"the trace has {len(steps)} tokens to play; {shape.warm + shape.tokens} are needed")
+    return shape, trace, known, steps
+
+
+RUNS: tuple[tuple[str, float, dict[str, Any]], ...] = (
+    ("cache of all", 1.0, {}),
+    *(
+        (run, cached, options)
+        for cached in (0.5, 0.25)
+        for run, options in (
+            ("default", {}),
+            ("lru", {"policy": "lru", "prefetch": False}),
+            ("demand only", {"prefetch": False}),
+        )
+    ),
+)
+
+
+def decode(results: Results, name: str, device: torch.device, small: bool, traces: Path | None) -> None:
+    """Milliseconds per token, resident and through a cache.
+
+    ``floor_ms`` is what the missed experts' bytes would take at the rate of one plain copy of page-locked memory.
+    """
+    shape, trace, known, steps = played(name, small, traces)
     began = time.perf_counter()
     model = Model(shape, device)
     results.add(
         trace=trace.name,
         tokens=shape.tokens,
-        expert_MB=round(shape.expert_nbytes / 1e6, 1),
+        expert_MB=round(model.bank.expert_nbytes(0) / 1e6, 1),
         experts_GB=round(model.bank.nbytes / 1e9, 2),
         weights_made_s=round(time.perf_counter() - began, 1),
-        plain_GB_per_s=round((rate := plain_rate(device, (1 if small else 256) * MIB, 9)) / 1e9, 2),
     )
-
-    digest = moecache.history.Fingerprint.of(model.bank, shape.top_k).digest
-    history = trained_history(replace(trace, metadata={"digest": digest}), known)
+    rate = plain_rate(device, (1 if small else 256) * MIB, 9)
     # Kept open: the memory stays locked from one run to the next.
     began = time.perf_counter()
     keeper = moecache.ExpertCache(model.bank, shape.top_k, device=device, top_k=shape.top_k)
     stats = keeper.stats()
     results.add(
+        plain_GB_per_s=round(rate / 1e9, 2),
         first_cache_s=round(time.perf_counter() - began, 1),
         host_locked_GB=round(stats.host_locked_bytes / 1e9, 2),
         host_pageable_GB=round(stats.host_pageable_bytes / 1e9, 2),
     )
-    resident = [{key: tensor.to(device) for key, tensor in layer.items()} for layer in model.experts]
-
-    def at_home(number: int) -> Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]:
-        def experts(layer: int, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-            weights = resident[layer]
-            return in_order({e: expert(x, weights["gate_up"][e], weights["down"][e]) for e in ids[0].tolist()})
-
-        return experts
-
-    times, expected = timed(model, trace, steps, at_home, lambda: None)
-    base = statistics.median(times)
-    results.row("decode", run="resident", cached=1.0, ms=round(1e3 * base, 3), mean_ms=round(1e3 * statistics.fmean(times), 3))
-    del resident
+    times, expected = timed(model, trace, steps, resident_experts(model), lambda: None)
+    base = 1e3 * statistics.median(times)
+    results.row(
+        "decode", run="resident", cached=1.0, ms=round(base, 3), mean_ms=round(1e3 * statistics.fmean(times), 3)
+    )
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    runs: list[tuple[str, float, dict[str, Any]]] = [("cache of all", 1.0, {})]
-    for cached in (0.5, 0.25):
-        runs.append(("default", cached, {}))
-        runs.append(("lru", cached, {"policy": "lru", "prefetch": False}))
-        runs.append(("demand only", cached, {"prefetch": False}))
-    for run, cached, options in runs:
+    digest = Fingerprint.of(model.bank, shape.top_k).digest
+    history = trained_history(replace(trace, metadata={"digest": digest}), known)
+    for run, cached, options in RUNS:
         cache = moecache.ExpertCache(
             model.bank, cached, device=device, top_k=shape.top_k, history=copy_history(history), timeout=WAIT, **options
         )
         with cache, through(cache) as start:
             if cached == 1.0:
                 fill(cache, shape)
-            times, digest = timed(model, trace, steps, start, cache.reset_stats)
+            times, found = timed(model, trace, steps, start, cache.reset_stats)
             stats = cache.stats()
-        missed = stats.misses * shape.expert_nbytes * (2 if device.type == "cpu" else 1) / shape.tokens
+        missed = stats.misses * model.bank.expert_nbytes(0) / shape.tokens
+        median = 1e3 * statistics.median(times)
         results.row(
             "decode",
             run=run,
             cached=cached,
-            ms=round(1e3 * statistics.median(times), 3),
+            ms=round(median, 3),
             mean_ms=round(1e3 * statistics.fmean(times), 3),
-            over_resident=round(statistics.median(times) / base, 3),
+            over_resident=round(median / base, 3),
             floor_ms=round(1e3 * missed / rate, 3),
+            stall_ms=round(1e3 * stats.stall_s / shape.tokens, 3),
             hit_rate=round(stats.hit_rate, 4),
             missed_MB=round(missed / 1e6, 2),
             moved_MB=round((stats.bytes_demand + stats.bytes_prefetch) / shape.tokens / 1e6, 2),
             prefetched=stats.prefetch_issued,
             useful=stats.prefetch_useful,
-            identical=digest == expected,
+            identical=found == expected,
         )
     keeper.close()
 
@@ -542,7 +562,9 @@ def report(paths: list[Path]) -> str:
             lines += [f"## {path.name}", "", f"nothing: {error}", ""]
             continue
         lines += [f"## {facts['section']} on {facts['device']}, torch {facts['torch']}", ""]
-        lines += [f"* {key}: {value}" for key, value in facts.items() if not isinstance(value, list) and key not in HEAD]
+        lines += [
+            f"* {key}: {value}" for key, value in facts.items() if not isinstance(value, list) and key not in HEAD
+        ]
         for table, rows in facts.items():
             if isinstance(rows, list):
                 columns = list(dict.fromkeys(key for row in rows for key in row))

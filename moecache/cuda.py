@@ -493,7 +493,9 @@ class CudaCopies:
             The current stream captures a graph.
         """
         if os.getpid() != self._process:
-            raise ClosedError(f"{what} in a forked child, and the cache belongs to its parent; make a new one after a spawn")
+            raise ClosedError(
+                f"{what} in a forked child, and the cache belongs to its parent; make a new one after a spawn"
+            )
         refuse_capture(what)
 
     def _tell(self, call: Callable[[NDArray[np.int32], int], object], slots: NDArray[np.int32]) -> None:

@@ -11,19 +11,17 @@ import os
 import subprocess
 import sys
 import threading
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from fake_cuda import FakeCuda
 
 import moecache
 from moecache import cuda
-from moecache.errors import CaptureError, LeaseError, TransferError
+from moecache.errors import CaptureError, TransferError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -229,7 +227,7 @@ def test_calls_under_capture_are_refused_and_change_nothing(fake: FakeCuda) -> N
         ids = torch.tensor([[1, 2, 3, 4]])
         fake.capturing = True
         for _ in range(2):
-            with pytest.raises(CaptureError, match="layer 2: experts were asked for while .* captures a CUDA graph"):
+            with pytest.raises(CaptureError, match=r"layer 2: experts were asked for while .* captures a CUDA graph"):
                 request.route(2, ids)
         with pytest.raises(CaptureError, match=r"resize\(\) was called"):
             cache.resize(30)
