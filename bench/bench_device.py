@@ -1,6 +1,7 @@
 """What a CUDA device does with it: the link, copies under arithmetic, and decoding models of real shapes from host memory.
 
 python bench/bench_device.py link|overlap|deepseek|mixtral [--device cuda|cpu] [--scale full|small] [--traces FOLDER] [--json FILE]
+python bench/bench_device.py trace FILE.safetensors     the routing of the tiny model, for want of others
 python bench/bench_device.py report FILE.json ...      the results as markdown
 
 On the CPU (``--scale small``) it runs the same way, which shows that it runs; its figures then say nothing about a device.
@@ -35,6 +36,7 @@ from moecache.lab.schedule import split_requests
 
 TINY = Path(__file__).parent.parent / "examples" / "tiny_moe" / "model"
 WAIT = 120.0
+KNOWN = 7  # of ten requests, those the history holds; the others are decoded
 MIB = 1 << 20
 
 
@@ -299,7 +301,8 @@ def tiny_trace() -> Trace:
             recorder = cache.record(Path(folder) / "tiny.safetensors", "tiny_moe")
             for seed in range(10):
                 ids = torch.randint(0, 256, (1, 8), generator=torch.Generator().manual_seed(seed))
-                model.generate(ids, max_new_tokens=40, min_new_tokens=40, do_sample=False)
+                tokens = 20 if seed < KNOWN else 52  # what is decoded later needs more of them
+                model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
             recorder.close()
         return read_trace(Path(folder) / "tiny.safetensors")
 
@@ -464,7 +467,7 @@ def played(name: str, small: bool, traces: Path | None) -> tuple[Shape, Trace, l
     """The shape, the trace, its requests for the history, and which of its tokens are decoded."""
     shape = SHAPES[name, "small" if small else "full"]
     trace = folded(find_trace(traces, shape), shape)
-    known, others = split_requests(trace, "7/10")
+    known, others = split_requests(trace, f"{KNOWN}/10")
     steps = np.flatnonzero(np.isin(trace.request, others))[: shape.warm + shape.tokens]
     if len(steps) < shape.warm + shape.tokens:
         raise SystemExit(f"the trace has {len(steps)} tokens to play; {shape.warm + shape.tokens} are needed")
@@ -579,8 +582,8 @@ HEAD = ("section", "device", "torch")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("section", choices=("link", "overlap", "deepseek", "mixtral", "report"))
-    parser.add_argument("files", nargs="*", type=Path, help="for report")
+    parser.add_argument("section", choices=("link", "overlap", "deepseek", "mixtral", "trace", "report"))
+    parser.add_argument("files", nargs="*", type=Path, help="for trace and report")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--scale", choices=("full", "small"), default="full")
     parser.add_argument("--traces", type=Path, help="folder with routing traces; by default the tiny model is recorded")
@@ -588,6 +591,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.section == "report":
         print(report(arguments.files))
+        return
+    if arguments.section == "trace":
+        tiny_trace().save(arguments.files[0])
         return
     device, small = torch.device(arguments.device), arguments.scale == "small"
     if device == torch.device("cuda"):

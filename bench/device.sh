@@ -46,11 +46,16 @@ main() {
 print("torch", torch.__version__, "numpy", numpy.__version__, "cuda.bindings", cuda.bindings.__version__, "transformers", transformers.__version__)'
     local quiet=(-q -rs -p no:cacheprovider --timeout 100)
     section conformance 90 "$PYTHON" -m pytest "${quiet[@]}" tests/test_cuda_device.py
+    if [ ! -d "$TRACES" ]; then
+        TRACES=$(mktemp -d)
+        section trace 60 "$PYTHON" bench/bench_device.py trace "$TRACES/tiny.safetensors"
+    fi
     bench link 60
     bench overlap 40
     bench deepseek 150
     bench mixtral 110
-    section stand-in 90 "$PYTHON" -m pytest "${quiet[@]}" tests/test_cuda.py tests/test_cuda_memory.py
+    section stand-in 60 "$PYTHON" -m pytest "${quiet[@]}" tests/test_cuda.py tests/test_cuda_memory.py
+    [ ! -d tests/engine ] || section engine 60 "$PYTHON" -m pytest "${quiet[@]}" tests/engine -k cuda
     "$PYTHON" bench/bench_device.py report "$OUT"/{link,overlap,deepseek,mixtral}.json | tee "$OUT/device.md"
     echo "== done after $SECONDS s${failed:+; failed:$failed}"
     [ -z "$failed" ]

@@ -153,7 +153,7 @@ class ExpertCache:
     def _copies_for(self, sources: Sources) -> CudaCopies | None:
         if self.device.type != "cuda":
             return None
-        return copies_for(self.bank, sources, self.device, self.capacity)
+        return copies_for(sources, self.device, self.capacity, self.bank)
 
     def _say_if_small(self) -> None:
         one_token = (self.top_k or 1) * len(self.num_experts)

@@ -550,39 +550,40 @@ class CudaCopies:
 _locking = threading.Lock()
 
 
-def page_lock(bank: ExpertBank, sources: Sources, runtime: _Runtime) -> PageLock:
-    """The lock on a bank's memory, shared by all caches over that bank and by a cache before and after a resize."""
-    in_memory = sources.segment_file < 0
-    ranges = zip(sources.segment_source[in_memory].tolist(), sources.segment_nbytes[in_memory].tolist(), strict=True)
+def page_lock(sources: Sources, runtime: _Runtime, bank: ExpertBank | None = None) -> PageLock:
+    """The lock on the memory of some sources; that of a bank is shared by all caches over it, also across a resize."""
     with _locking:
-        held = bank.page_lock
+        held = None if bank is None else bank.page_lock
         if held is not None and held.share():
             return held
         began = time.perf_counter()
-        bank.page_lock = runtime.lock(list(ranges))
-        logger.info(
-            "%.2f GiB of host memory locked in %.1f s",
-            bank.page_lock.locked_nbytes / 2**30,
-            time.perf_counter() - began,
-        )
-        return bank.page_lock
+        in_memory = sources.segment_file < 0
+        addresses, sizes = sources.segment_source[in_memory], sources.segment_nbytes[in_memory]
+        made = runtime.lock(zip(addresses.tolist(), sizes.tolist(), strict=True))
+        if bank is not None:
+            bank.page_lock = made
+        if made.locked_nbytes:
+            took = time.perf_counter() - began
+            logger.info("%.2f GiB of host memory locked in %.1f s", made.locked_nbytes / 2**30, took)
+        return made
 
 
-def copies_for(bank: ExpertBank, sources: Sources, device: torch.device, slots: int) -> CudaCopies:
+def copies_for(sources: Sources, device: torch.device, slots: int, bank: ExpertBank | None = None) -> CudaCopies:
     """What an engine needs to feed a pool on a CUDA device: host memory locked, file reads staged.
 
     Parameters
     ----------
-    bank, sources
-        The bank, and where its bytes lie.
+    sources
+        Where the bytes lie.
     device
-        With its number: see `numbered`.
     slots
         Slots of the engine.
+    bank
+        Whose sources they are, if other engines may copy from it too.
     """
     return CudaCopies(
-        device.index,
+        numbered(device).index,
         slots,
-        lock=lambda runtime: page_lock(bank, sources, runtime),
+        lock=lambda runtime: page_lock(sources, runtime, bank),
         files=bool((sources.segment_file >= 0).any()),
     )

@@ -37,7 +37,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     fake.reset()
 
     def copies_for(cache: moecache.ExpertCache, sources: Any) -> cuda.CudaCopies:
-        made = cuda.copies_for(cache.bank, sources, torch.device("cuda", 1), cache.capacity)
+        made = cuda.copies_for(sources, torch.device("cuda", 1), cache.capacity, cache.bank)
         fake.delay(150)
         return made
 
@@ -281,7 +281,7 @@ fake = FakeCuda()
 patch = pytest.MonkeyPatch()
 fake.install(patch)
 last.append(lambda: print(fake.held(), fake.counts()["violations"]))
-copies = lambda cache, sources: cuda.copies_for(cache.bank, sources, torch.device("cuda", 1), cache.capacity)
+copies = lambda cache, sources: cuda.copies_for(sources, torch.device("cuda", 1), cache.capacity, cache.bank)
 patch.setattr(moecache.ExpertCache, "_copies_for", copies)
 bank = moecache.ExpertBank.from_tensors([{"w": torch.randn(16, 300, 100)} for _ in range(4)])
 cache = moecache.ExpertCache(bank, 12, top_k=2)
