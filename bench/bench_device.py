@@ -93,6 +93,12 @@ def plain_rate(device: torch.device, nbytes: int, rounds: int, locked: bool = Tr
     return nbytes / median_of(lambda: target.copy_(source, non_blocking=True), device, rounds)
 
 
+def patterned(count: int, nbytes: int) -> torch.Tensor:
+    """uint8 ``[count, nbytes]``, no two rows alike."""
+    row = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return row[None] + torch.arange(count, dtype=torch.uint8)[:, None]
+
+
 class Rig:
     """An engine from host memory, or a file, to as many slots on the device."""
 
@@ -177,7 +183,7 @@ class Rig:
 
 def link(results: Results, device: torch.device, small: bool) -> None:
     rounds, count, nbytes = (3, 8, 1 * MIB) if small else (9, 32, 17_301_504)
-    many = torch.randint(0, 255, (count + 1 if small else 101, nbytes), dtype=torch.uint8)
+    many = patterned(count + 1 if small else 101, nbytes)
     source = many[:count]
     whole = count * nbytes
     plain = plain_rate(device, min(whole, 256 * MIB), rounds)
@@ -231,7 +237,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 def overlap(results: Results, device: torch.device, small: bool) -> None:
     """Copies and arithmetic alone, then at once: what share of the shorter is hidden behind the longer."""
     count, nbytes, side, rounds = (8, 1 * MIB, 256, 3) if small else (64, 17_301_504, 8192, 5)
-    source = torch.randint(0, 255, (count, nbytes), dtype=torch.uint8)
+    source = patterned(count, nbytes)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     square = torch.randn(side, side, device=device, dtype=dtype)
     column = torch.randn(1, side, device=device, dtype=dtype)

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -290,6 +290,28 @@ class ExpertCache:
             self._copies.mark_readers(np.arange(self.capacity, dtype=np.int32))
         if copies is not None:
             copies.close()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let no copy start inside the block, and none move when it begins: the device sees nothing of the cache.
+
+        For what must not share the link or the driver with copies, the capture of a CUDA graph by a library that needs it
+        to itself, say. Prefetches wait; a step that misses inside the block waits until its timeout.
+
+        Raises
+        ------
+        TransferError
+            What moves did not land before the timeout.
+        ClosedError
+        """
+        self._check_open()
+        engine = self._engine
+        engine.pause(self.timeout)
+        try:
+            yield
+        finally:
+            with suppress(ClosedError):  # closed, or resized, meanwhile
+                engine.resume()
 
     def _keep_counters(self, engine: Engine) -> None:
         self._moved = {name: n + self._moved.get(name, 0) for name, n in engine.counters().items()}

@@ -40,7 +40,7 @@ STAGED_CHUNK = 2 << 20
 LIMIT_VARIABLE = "MOECACHE_PAGE_LOCK"
 
 # Of cudaError_t, cudaMemoryType, and the flags of events, streams and registrations.
-SUCCESS, INVALID_VALUE, UNLOADING, ALREADY_REGISTERED = 0, 1, 4, 712
+SUCCESS, INVALID_VALUE, UNLOADING, ALREADY_REGISTERED, NOT_REGISTERED = 0, 1, 4, 712, 713
 MEMORY_HOST = 1
 EVENT_WITHOUT_TIMING, STREAM_NON_BLOCKING, REGISTER_PORTABLE = 2, 1, 1
 # Where cuda-python is told to take 0 for a stream of each thread, torch's 0 is still the one stream of them all.
@@ -219,11 +219,12 @@ class PageLock:
     def _lock(self, address: int, nbytes: int) -> bool:
         stopped = any(code not in (INVALID_VALUE, ALREADY_REGISTERED) for code in self._refusals)
         if not stopped and not 0 <= self._limit < self.locked_nbytes + nbytes:
+            self._pieces.append(address)  # before, lest an interrupt leaves it locked and unknown
             code = self._register(address, nbytes)
             if code == SUCCESS:
-                self._pieces.append(address)
                 self.locked_nbytes += nbytes
                 return True
+            self._pieces.pop()
             self._clear_error()
             self._refusals[code] = self._refusals.get(code, 0) + 1
         self.pageable_nbytes += nbytes
@@ -259,7 +260,7 @@ class PageLock:
         failed = []
         while self._pieces:
             code = self._unregister(self._pieces.pop())
-            if code not in (SUCCESS, UNLOADING):
+            if code not in (SUCCESS, UNLOADING, NOT_REGISTERED):
                 self._clear_error()
                 failed.append(code)
         if failed:
@@ -502,8 +503,8 @@ class CudaCopies:
         self.check("experts were asked for")
         slots = np.ascontiguousarray(slots, np.int32)
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        if stream:
-            call(slots, stream)
+        if stream or torch.cuda.current_device() == self.device.index:
+            call(slots, stream or STREAM_LEGACY)
             return
         with torch.cuda.device(self.device):  # the default stream is that of the current device
             call(slots, STREAM_LEGACY)

@@ -34,7 +34,9 @@ class Stats:
     prefetch_dropped: int
     bytes_demand: int
     bytes_prefetch: int
-    stall_s: float  # time the caller waited for bytes, copies it made itself while waiting included
+    stall_s: (
+        float  # time the caller waited for bytes (on a device: for the last to be under way), its own copies included
+    )
     waves: int  # steps that needed more experts than the cache had slots to give
     requests: int  # finished requests
     steps: int

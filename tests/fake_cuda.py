@@ -213,6 +213,7 @@ class FakeCuda:
         monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", self.runtime)
         monkeypatch.setitem(sys.modules, "cuda.bindings.cyruntime", self.cyruntime)
         monkeypatch.setattr(cuda, "numbered", torch.device)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.c.fake_current_device())
         monkeypatch.setattr(torch.cuda, "device", functools.partial(_Guard, self.c))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: types.SimpleNamespace(cuda_stream=0))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)

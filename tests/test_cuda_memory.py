@@ -34,8 +34,7 @@ class FakeLocker:
         return 0
 
     def unregister(self, address: int) -> int:
-        del self.held[address]
-        return 0
+        return 713 if self.held.pop(address, None) is None else 0
 
     def clear(self) -> None:
         self.cleared += 1
