@@ -210,6 +210,8 @@ cdef struct Link:
     int (*enter)(Link*) noexcept nogil                       # on the I/O thread, once
     int (*begin)(Link*, int32_t slot) noexcept nogil         # before a job's first chunk
     int (*copy)(Link*, Mover*, Chunk*, int32_t ticket) noexcept nogil
+    # NULL, or after the start of a job's last chunk: from here on the link itself orders readers behind the copy
+    int (*end)(Link*, int32_t slot, int32_t ticket) noexcept nogil
     void (*abandon)(Link*) noexcept nogil                    # the engine closes: outstanding chunks may be given up
     int (*query)(Link*, Mover*, int32_t ticket, int64_t* again_ns) noexcept nogil
     void* state

@@ -57,6 +57,8 @@ class FaultyLink(_Link):
     @property
     def chunks(self) -> int: ...
 
+def cuda_message(code: int) -> str: ...
+
 class CudaLink(_Link):
     def __init__(
         self,
@@ -66,16 +68,20 @@ class CudaLink(_Link):
         event_query: int,
         stream_wait_event: int,
         set_device: int,
+        exchange_capture_mode: int,
         device: int,
         stream: int,
         events: NDArray[np.uint64],
-        slot_event: NDArray[np.uint64] | None = None,
-        seams: NDArray[np.uint64] | None = None,
+        read_event: NDArray[np.uint64],
+        copy_event: NDArray[np.uint64],
+        locked: NDArray[np.uint64] | None = None,
         staging: int = 0,
         staging_nbytes: int = 0,
         direct: bool = True,
         owner: object = None,
     ) -> None: ...
+    def before_reading(self, slots: NDArray[np.int32], stream: int) -> int: ...
+    def is_fresh(self, slot: int) -> bool: ...
     def mark_readers(self, slots: NDArray[np.int32], stream: int) -> None: ...
     @property
     def reads_files(self) -> bool: ...

@@ -515,7 +515,7 @@ cdef int64_t deadline_after(double seconds) except -1:
 
 cdef object system_error(int fault, path, int64_t offset):
     if fault >= CUDA_ERROR:
-        return OSError(EIO, f"CUDA error {fault - CUDA_ERROR}")
+        return OSError(EIO, cuda_message(fault - CUDA_ERROR))
     if path is None:
         return OSError(fault, os.strerror(fault))
     if fault == END_OF_FILE:

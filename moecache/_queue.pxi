@@ -374,19 +374,30 @@ cdef void serve(Room* room, Mover* mover) noexcept nogil:
             return
 
 
+cdef void announce(Room* room, Flight* flight) noexcept nogil:
+    """All of a job is under way on a link that orders readers behind it: nobody need wait for it to land."""
+    cdef Slot* job = &room.slots[flight.slot]
+    if job.sequence == flight.sequence:
+        store_release(&room.complete[flight.slot], job.generation)
+        tell(room, flight.slot)
+
+
 cdef int launch(Room* room, Mover* mover, int32_t slot) noexcept nogil:
     """Start the next chunk of a queued job on the asynchronous link."""
     cdef int32_t ticket = (room.flight_first + room.flight_count) % room.link.depth
     cdef Flight* flight = &room.flights[ticket]
-    cdef bint first = room.slots[slot].begun == 0
+    cdef bint first = room.slots[slot].begun == 0, ends
     cdef Chunk chunk
     cdef int error = 0
     take(room, slot, flight, &chunk)
+    ends = room.slots[slot].state == MOVING and room.link.end != NULL
     leave(room)
     if first:
         error = room.link.begin(room.link, slot)
     if error == 0:
         error = room.link.copy(room.link, mover, &chunk, ticket)
+    if error == 0 and ends:
+        error = room.link.end(room.link, slot, ticket)
     pthread_mutex_lock(&room.lock)
     if error == THREAD_ENDS:
         return THREAD_ENDS
@@ -395,6 +406,8 @@ cdef int launch(Room* room, Mover* mover, int32_t slot) noexcept nogil:
         return 0
     room.flight_count += 1
     room.flight_bytes += chunk.nbytes
+    if ends:
+        announce(room, flight)
     return 0
 
 

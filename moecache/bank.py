@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ._engine import Sources
+    from .cuda import PageLock
 
 __all__ = ["PRESETS", "ExpertBank", "Layout", "ParamSpec"]
 
@@ -82,6 +83,7 @@ class ExpertBank:
         self._index = index
         self._tensors = list(tensors)
         self._closed = False
+        self.page_lock: PageLock | None = None  # kept here because all caches over the bank share it
 
     @classmethod
     def from_tensors(

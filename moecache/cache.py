@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import torch
 from ._core import Core, RequestState, Step
 from ._engine import Engine
 from .bank import ExpertBank
+from .cuda import CudaCopies, copies_for, numbered
 from .errors import ClosedError, LeaseError, PolicyError, RoutingError, TransferError
 from .history import Fingerprint, History, open_history
 from .policy import Score, resolve
@@ -24,7 +26,7 @@ from .router_output import ID_SIZE, UNSIGNED, check_weights, counted_mask, ids_o
 from .stats import Stats
 
 if TYPE_CHECKING:
-    from .cuda import CudaCopies
+    from ._engine import Sources
     from .lab.record import Recorder
 
 __all__ = ["ExpertCache", "Lease", "Request"]
@@ -102,7 +104,7 @@ class ExpertCache:
         link: Any = None,
     ) -> None:
         self.bank = bank
-        self.device = torch.device(device)
+        self.device = numbered(device)
         self.num_experts = tuple(bank.num_experts)
         self.top_k = top_k
         self.timeout = timeout
@@ -141,12 +143,8 @@ class ExpertCache:
         complete = np.zeros(self.capacity, np.int32)
         numbers, addresses, strides = self.pool.regions()
         sources = self.bank.sources(numbers)
-        link = self._link
-        if link is None and self.device.type == "cuda":
-            from .cuda import copies_for
-
-            self._copies = copies_for(sources, self.device, self.capacity)
-            link = self._copies.link
+        self._copies = self._copies_for(sources) if self._link is None else None
+        link = self._link if self._copies is None else self._copies.link
         self._engine = Engine(
             sources, addresses, strides, complete, link=link, threads=self._threads, owner=(self.bank, self.pool)
         )
@@ -176,6 +174,11 @@ class ExpertCache:
                 self._expert_s = 1e-9 * n["busy_ns"] * expert / moved
                 self._held_up_s = self._expert_s * min(1.0, _WINDOW_BYTES / expert)
         self._core.pace(layer_s, self._expert_s, self._held_up_s)
+
+    def _copies_for(self, sources: Sources) -> CudaCopies | None:
+        if self.device.type != "cuda":
+            return None
+        return copies_for(sources, self.device, self.capacity, self.bank)
 
     def _say_if_small(self) -> None:
         one_token = (self.top_k or 1) * len(self.num_experts)
@@ -223,6 +226,7 @@ class ExpertCache:
     def stats(self) -> Stats:
         """Counters since the start or the last :meth:`reset_stats`."""
         core = self._core.counters()
+        lock = None if self._copies is None else self._copies.lock
         moved = {name: n + self._moved.get(name, 0) for name, n in self._engine_counters().items()}
         return Stats(
             **core,
@@ -236,6 +240,8 @@ class ExpertCache:
             direct_reads=moved["direct_reads"],
             buffered_reads=moved["buffered_reads"],
             failed=moved["failed"],
+            host_locked_bytes=0 if lock is None else lock.locked_nbytes,
+            host_pageable_bytes=0 if lock is None else lock.pageable_nbytes,
             layer_demands=tuple(self._core.layer_demands.tolist()),
             layer_hits=tuple(self._core.layer_hits.tolist()),
         )
@@ -286,6 +292,8 @@ class ExpertCache:
             A step is under way.
         """
         self._check_open()
+        if self._copies is not None:
+            self._copies.check("resize() was called")
         slots = self._slots_for(capacity)
         if self._core.under_way or any(list(self._leases.values())):
             raise LeaseError("resize() while a lease is open: leave the `with request.route(...)` block first")
@@ -302,8 +310,33 @@ class ExpertCache:
                     tensor[n].copy_(pool.tensors[kind][name][slot - pool.first_slot[kind]])
                 self._core.adopt(self.pool.first_slot[kind] + n, int(core.slot_expert[slot]))
         self._core.inherit(core)
+        if self._copies is not None:
+            # The copies above, too, were given to the compute stream only.
+            self._copies.mark_readers(np.arange(self.capacity, dtype=np.int32))
         if copies is not None:
             copies.close()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let no copy start inside the block, and none move when it begins: the device sees nothing of the cache.
+
+        For what must not share the link or the driver with copies, the capture of a CUDA graph by a library that needs it
+        to itself, say. Prefetches wait; a step that misses inside the block waits until its timeout.
+
+        Raises
+        ------
+        TransferError
+            What moves did not land before the timeout.
+        ClosedError
+        """
+        self._check_open()
+        engine = self._engine
+        engine.pause(self.timeout)
+        try:
+            yield
+        finally:
+            with suppress(ClosedError):  # closed, or resized, meanwhile
+                engine.resume()
 
     def _keep_counters(self, engine: Engine) -> None:
         self._moved = {name: n + self._moved.get(name, 0) for name, n in engine.counters().items()}
@@ -316,7 +349,8 @@ class ExpertCache:
         if self.closed:
             return
         self._core.end_requests()
-        self._keep_counters(self._engine)
+        with suppress(ClosedError):  # in a forked child the engine is the parent's
+            self._keep_counters(self._engine)
         self.closed = True
         self._engine.close()
         if self._copies is not None:
@@ -392,10 +426,14 @@ class Request:
         RoutingError
             Ids out of range, of a wrong dtype, shape or device, or NaN weights. Nothing has changed.
         ClosedError
+        CaptureError
+            The current stream captures a CUDA graph.
         """
         cache = self.cache
         if self.closed or cache.closed:
             raise ClosedError("this request is closed" if self.closed else "this cache is closed; make a new one")
+        if cache._copies is not None:
+            cache._copies.check(f"layer {layer}: experts were asked for")
         if type(ids) is not torch.Tensor or not ids.is_cpu:
             ids = ids_on_cpu(ids, cache.device, layer)
         itemsize = ID_SIZE.get(ids.dtype)
@@ -521,8 +559,10 @@ class Lease:
     @property
     def slots(self) -> list[int]:
         """Slot of each of :attr:`experts`, -1 where a later wave will give one. Only with ``missing == 0`` all hold bytes."""
-        first = self._first_slot
-        return [slot - first if slot >= 0 else -1 for slot in self._step.slot_list()]
+        first, slots, copies = self._first_slot, self._step.slot_list(), self._cache._copies
+        if copies is not None:
+            copies.before_reading(np.array([slot for slot in slots if slot >= 0], np.int32))
+        return [slot - first if slot >= 0 else -1 for slot in slots]
 
     @property
     def missing(self) -> int:
@@ -552,7 +592,7 @@ class Lease:
         LeaseError
             The lease has ended, or other leases held every slot until the timeout.
         """
-        core, step = self._core, self._step
+        core, step, copies = self._core, self._step, self._cache._copies
         rows = None if step.token_index is None else torch.from_numpy(step.token_index)
         while True:
             if not step.open:
@@ -570,6 +610,8 @@ class Lease:
                 self._wait()
                 continue
             expert, slot, begin, end = step.item(i)
+            if copies is not None and copies.link.is_fresh(slot):
+                copies.before_reading(np.array([slot], np.int32))
             self._at, self._taken = (begin, end), i
             if rows is not None:
                 tokens = rows[begin:end]
@@ -581,7 +623,7 @@ class Lease:
         # Kernels already issued still read these slots: no copy may start before them.
         copies = self._cache._copies
         if copies is not None:
-            copies.mark_readers(slots, torch.cuda.current_stream(self._cache.device).cuda_stream)
+            copies.mark_readers(slots)
 
     def _submit(self) -> None:
         plan = self._step.plan
@@ -634,13 +676,15 @@ class Lease:
         step, cache = self._step, self._cache
         if not step.open:
             return
-        if cache._copies is not None:
-            self._mark_readers(np.array([slot for slot in step.slot_list() if slot >= 0], np.int32))
-        self._core.release(step)
-        cache._leases[self._thread] -= 1
-        if cache._waiting:
-            with cache._slot_freed:
-                cache._slot_freed.notify_all()
+        try:
+            if cache._copies is not None:
+                self._mark_readers(np.array([slot for slot in step.slot_list() if slot >= 0], np.int32))
+        finally:
+            self._core.release(step)
+            cache._leases[self._thread] -= 1
+            if cache._waiting:
+                with cache._slot_freed:
+                    cache._slot_freed.notify_all()
 
     def __enter__(self) -> Lease:
         return self

@@ -8,6 +8,7 @@ from __future__ import annotations
 __all__ = [
     "AttachError",
     "CapacityError",
+    "CaptureError",
     "CheckpointError",
     "ClosedError",
     "HistoryFormatError",
@@ -39,6 +40,10 @@ class LeaseError(MoeCacheError, RuntimeError):
 
 class ClosedError(MoeCacheError, RuntimeError):
     """A cache, request or engine used after ``close()``, or in a forked child."""
+
+
+class CaptureError(MoeCacheError, RuntimeError):
+    """A cache used while the current stream captures a CUDA graph."""
 
 
 class CheckpointError(MoeCacheError, ValueError):

@@ -34,7 +34,9 @@ class Stats:
     prefetch_dropped: int
     bytes_demand: int
     bytes_prefetch: int
-    stall_s: float  # time the caller waited for bytes, copies it made itself while waiting included
+    stall_s: (
+        float  # time the caller waited for bytes (on a device: for the last to be under way), its own copies included
+    )
     waves: int  # steps that needed more experts than the cache had slots to give
     requests: int  # finished requests
     steps: int
@@ -48,6 +50,8 @@ class Stats:
     failed: int  # copies that failed
     layer_demands: tuple[int, ...]
     layer_hits: tuple[int, ...]
+    host_locked_bytes: int = 0  # of the experts' host memory, page-locked for a CUDA device
+    host_pageable_bytes: int = 0  # of it, what the system refused to lock: copies from there are slower
 
     @property
     def hit_rate(self) -> float:
@@ -99,7 +103,14 @@ class PrometheusCollector:
     >>> prometheus_client.REGISTRY.register(PrometheusCollector(cache))  # doctest: +SKIP
     """
 
-    _GAUGES = ("capacity_experts", "resident_experts", "resident_bytes", "expert_bytes_total")
+    _GAUGES = (
+        "capacity_experts",
+        "resident_experts",
+        "resident_bytes",
+        "expert_bytes_total",
+        "host_locked_bytes",
+        "host_pageable_bytes",
+    )
 
     def __init__(self, cache: ExpertCache, labels: dict[str, str] | None = None) -> None:
         self._cache = cache
