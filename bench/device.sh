@@ -28,7 +28,7 @@ section() { # NAME SECONDS COMMAND...
     fi
     echo "== $name, from second $SECONDS, at most $limit s"
     timeout --kill-after=5 "$limit" "$@" || code=$?
-    [ "$code" -eq 0 ] || failed="$failed $name($code)"
+    [ "$code" -eq 0 ] || { failed="$failed $name($code)"; echo "== $name: exit $code"; }
     return "$code"
 }
 
@@ -41,7 +41,7 @@ main() {
     failed=""
     nvidia-smi --query-gpu=name,driver_version,pcie.link.gen.current,pcie.link.width.current,memory.total --format=csv || true
     nproc; free -g | sed -n 2p
-    section build 150 "$PYTHON" setup.py --quiet build_ext --inplace --parallel 2 || { echo "not built"; return 1; }
+    section build 240 "$PYTHON" setup.py --quiet build_ext --inplace --parallel 2 || { echo "not built"; return 1; }
     section versions 60 "$PYTHON" -c 'import torch, numpy, cuda.bindings, transformers, moecache
 print("torch", torch.__version__, "numpy", numpy.__version__, "cuda.bindings", cuda.bindings.__version__, "transformers", transformers.__version__)'
     local quiet=(-q -rs -p no:cacheprovider --timeout 100)

@@ -12,8 +12,8 @@ import platform
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -330,10 +330,20 @@ class _Runtime:
             **{"piece_nbytes": PIECE_NBYTES, **options},
         )
 
-    def current(self) -> torch.cuda.device:
-        """The device as the current one for the length of a block: torch puts back what was, and makes no context
-        where there was none."""
-        return torch.cuda.device(self.device)
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """The device as the current one, and calls that break no graph which another thread captures, for a block.
+
+        torch puts back what was current before, and makes no context where there was none.
+        """
+        exchange = self._module.cudaThreadExchangeStreamCaptureMode
+        with torch.cuda.device(self.device):
+            code, before = exchange(self._module.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed)
+            try:
+                yield
+            finally:
+                if int(code) == SUCCESS:
+                    exchange(before)
 
 
 class _Handles:

@@ -52,6 +52,13 @@ static int64_t live_events, live_streams, violations, copies_locked, copies_page
 static size_t register_limit = (size_t)-1, register_total;
 static __thread int current_device, capture_mode;
 
+/* Some calls break what another thread captures, unless this thread has said that its calls do not concern that. */
+static int unsafe(void) {
+    if (!capturing || capture_mode == RELAXED) return SUCCESS;
+    capture_broken = 1;
+    return CAPTURE_UNSUPPORTED;
+}
+
 static int answer(int function) {
     if (sticky) return sticky;
     if (codes[function] && after[function]-- <= 0) return last_error = codes[function];
@@ -164,7 +171,7 @@ int fake_event_query(void *handle) {
     pthread_mutex_lock(&lock);
     int code = answer(F_QUERY);
     Event *event = handle;
-    if (!code && capturing && capture_mode != RELAXED) { capture_broken = 1; code = CAPTURE_UNSUPPORTED; }
+    if (!code) code = unsafe();
     if (!code && event->done < event->issued) code = NOT_READY;
     pthread_mutex_unlock(&lock);
     return code;
@@ -212,6 +219,7 @@ int fake_exchange_capture_mode(int *mode) {
 int fake_host_register(void *address, size_t nbytes, unsigned flags) {
     pthread_mutex_lock(&lock);
     int code = answer(F_REGISTER);
+    if (!code) code = unsafe();
     uintptr_t start = (uintptr_t)address, stop = start + nbytes;
     for (Range *r = registered; r && !code; r = r->next)
         if (r->start < stop && start < r->stop) code = ALREADY_REGISTERED;
@@ -244,6 +252,7 @@ static int drop_range(Range **ranges, uintptr_t start) {
 int fake_host_unregister(void *address) {
     pthread_mutex_lock(&lock);
     int code = answer(F_UNREGISTER);
+    if (!code) code = unsafe();
     if (!code) code = drop_range(&registered, (uintptr_t)address);
     pthread_mutex_unlock(&lock);
     return code;
@@ -252,6 +261,7 @@ int fake_host_unregister(void *address) {
 int fake_host_alloc(void **address, size_t nbytes) {
     pthread_mutex_lock(&lock);
     int code = answer(F_ALLOC);
+    if (!code) code = unsafe();
     if (!code && posix_memalign(address, 4096, nbytes)) code = OUT_OF_MEMORY;
     if (!code) {
         Range *r = malloc(sizeof *r);
@@ -290,8 +300,9 @@ int fake_stream_create(void **handle, unsigned flags) {
 int fake_stream_synchronize(void *handle) {
     pthread_mutex_lock(&lock);
     Stream *s = stream_of(handle);
-    while (s && s->first && !sticky) pthread_cond_wait(&changed, &lock);
-    int code = s ? sticky : INVALID_HANDLE;
+    int code = unsafe();
+    while (!code && s && s->first && !sticky) pthread_cond_wait(&changed, &lock);
+    if (!code) code = s ? sticky : INVALID_HANDLE;
     pthread_mutex_unlock(&lock);
     return code;
 }

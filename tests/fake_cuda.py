@@ -38,6 +38,16 @@ FUNCTIONS = (
     "stream_create",
     "event_create",
 )
+
+
+class CaptureMode(IntEnum):
+    """cudaStreamCaptureMode."""
+
+    cudaStreamCaptureModeGlobal = 0
+    cudaStreamCaptureModeThreadLocal = 1
+    cudaStreamCaptureModeRelaxed = 2
+
+
 COUNTS = ("events", "streams", "registrations", "violations", "locked", "pageable", "capture_broken", "allocations")
 
 
@@ -99,7 +109,8 @@ class FakeCuda:
         capi = {name: capsule(getattr(self.c, f"fake_{key}"), text) for key, (name, text) in cuda.SIGNATURES.items()}
         self.cyruntime = types.SimpleNamespace(__pyx_capi__=capi, __name__="cuda.bindings.cyruntime")
         self.runtime = types.SimpleNamespace(
-            **{name[1:]: getattr(self, name) for name in dir(self) if name.startswith("_cuda")}
+            cudaStreamCaptureMode=CaptureMode,
+            **{name[1:]: getattr(self, name) for name in dir(self) if name.startswith("_cuda")},
         )
         self.capturing = False
         self.devices = 2
@@ -119,6 +130,11 @@ class FakeCuda:
 
     def _cudaSetDevice(self, device: int) -> tuple[Any, ...]:
         return self._plain("set_device", device)
+
+    def _cudaThreadExchangeStreamCaptureMode(self, mode: CaptureMode) -> tuple[Any, ...]:
+        number = ctypes.c_int(mode.value)
+        code = Error(self.c.fake_exchange_capture_mode(ctypes.byref(number)))
+        return (code, None if code else CaptureMode(number.value))
 
     def _cudaGetLastError(self) -> tuple[Any, ...]:
         return self._plain("get_last_error")
@@ -188,7 +204,12 @@ class FakeCuda:
         return out
 
     def synchronize(self, stream: int) -> None:
+        """Wait for all a stream has been given."""
         assert self._cudaStreamSynchronize(stream)[0] == 0
+
+    def synchronize_unsafely(self, stream: int) -> None:
+        """As code does that knows of no captures."""
+        self._cudaStreamSynchronize(stream)
 
     def gate(self, closed: bool, stream: int = 0) -> None:
         """Hold what streams have been given, or let it go."""

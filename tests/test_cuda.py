@@ -431,18 +431,23 @@ def test_what_nobody_closed_is_given_back_when_nobody_uses_it(fake: FakeCuda, cy
 
 
 def test_copies_go_on_while_another_thread_captures_a_graph(fake: FakeCuda) -> None:
+    fake.c.fake_capture(1)
     here = world()
     fake.delay(500)
-    fake.c.fake_capture(1)
     for source in range(6):
         here.fetch(source, source % 3, 1 + source // 3)
         here.copies.before_reading(one(source % 3))
         here.copies.mark_readers(one(source % 3))
     here.engine.drain(WAIT)
     assert (here.room == here.data[3:6]).all()
-    assert not fake.counts()["capture_broken"]
-    fake.c.fake_capture(0)
     here.close()
+    assert fake.held() == NOTHING
+    assert not fake.counts()["capture_broken"]
+    compute = fake.stream()
+    fake.synchronize_unsafely(compute)  # so that the check above can fail
+    assert fake.counts()["capture_broken"]
+    fake.c.fake_capture(0)
+    fake.runtime.cudaStreamDestroy(compute)
 
 
 def test_a_stream_that_captures_is_refused(fake: FakeCuda) -> None:
@@ -532,6 +537,7 @@ def test_the_stand_in_answers_like_cuda_python() -> None:
     if has_driver():
         pytest.skip("there is a driver here: the arguments below are not real")
     arguments = {
+        "cudaThreadExchangeStreamCaptureMode": (runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed,),
         "cudaSetDevice": (0,),
         "cudaStreamCreateWithFlags": (1,),
         "cudaEventCreateWithFlags": (2,),
@@ -546,10 +552,12 @@ def test_the_stand_in_answers_like_cuda_python() -> None:
         "cudaHostAlloc": 1,
         "cudaGetDeviceCount": 1,
         "cudaPointerGetAttributes": 1,
+        "cudaThreadExchangeStreamCaptureMode": 1,
     }
     used = set(re.findall(r'"(cuda[A-Z]\w+)"', Path(cuda.__file__).read_text()))
     used |= set(re.findall(r"\._module\.(cuda\w+)", Path(cuda.__file__).read_text()))
-    used -= {name for name, _ in cuda.SIGNATURES.values()} - {"cudaSetDevice"}
+    used -= {name for name, _ in cuda.SIGNATURES.values()} - {"cudaSetDevice", "cudaThreadExchangeStreamCaptureMode"}
+    used.discard("cudaStreamCaptureMode")  # the enumeration
     assert used >= set(arguments)
     assert used <= {name[1:] for name in dir(FakeCuda) if name.startswith("_cuda")}
     for function in sorted(used):

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from fake_cuda import FakeCuda
 from numpy.typing import NDArray
 
 from moecache._engine import Engine, FaultyLink, FileLink, HostLink, Sources, ThrottledLink
@@ -190,7 +192,7 @@ def order_of_completion(world: World, tenancies: Sequence[tuple[int, int]]) -> l
     return order
 
 
-BACKENDS = ("host", "file", "limited", "cuda")
+BACKENDS = ("host", "file", "limited", "stand-in", "cuda")
 
 
 class DeviceRoom:
@@ -227,7 +229,7 @@ class Backend:
 
     @property
     def asynchronous(self) -> bool:
-        return self.kind in ("limited", "cuda")
+        return self.kind in ("limited", "stand-in", "cuda")
 
     def world(self, parts: list[list[Part]], strides: list[int], slots: int, **options: Any) -> World:
         """``faults`` are `FaultyLink`'s arguments, ``lead`` the world's, the other options the engine's."""
@@ -253,6 +255,11 @@ class Backend:
 
         from moecache import cuda
 
-        copies = cuda.copies_for(world.sources, torch.device("cuda"), world.slots)
+        if self.kind == "stand-in":
+            fake = FakeCuda()
+            patches = pytest.MonkeyPatch()
+            self.stack.callback(patches.undo)
+            fake.install(patches)
+        copies = cuda.copies_for(world.sources, torch.device("cuda", 0), world.slots)
         self.stack.callback(copies.close)
         return copies.link
