@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import re
 import subprocess
 import sys
 import threading
@@ -643,6 +644,52 @@ def test_a_prefetch_that_is_still_on_its_way_is_joined_once() -> None:
             # One copy of each: no more bytes than one expert for each miss and each prefetch that was not late.
             copies = stats.misses + stats.prefetch_issued - stats.prefetch_late
             assert stats.bytes_demand + stats.bytes_prefetch <= copies * bank.expert_nbytes(0)
+
+
+def test_a_hint_is_prefetched_and_believed_until_its_layer_comes() -> None:
+    with make_bank((8, 8, 8)) as bank, ExpertCache(bank, 6, top_k=1) as cache, cache.request() as request:
+        for token in range(12):
+            for layer in range(3):
+                known = (5 * token + layer) % 8
+                request.hint((layer + 1) % 3, torch.eye(8)[(known + 1) % 8 if layer < 2 else (5 * token + 5) % 8])
+                run(request, layer, [[known]])
+                cache._engine.drain(60)
+        stats = cache.stats()
+        assert stats.prefetch_useful >= 30
+        assert stats.prefetch_wasted <= 1
+        before = stats.prefetch_issued
+        # Used up: nothing is known of layer 1 now, and a hint of nothing at all asks for nothing.
+        request.hint(1, np.zeros(8))
+        run(request, 0, [[0]])
+        assert cache.stats().prefetch_issued == before
+
+
+@pytest.mark.parametrize(
+    ("layer", "chances", "message"),
+    [
+        (3, np.zeros(8), "layer 3 is out of range"),
+        (-1, np.zeros(8), "out of range"),
+        (0, np.zeros(7), "7 chances; expected one for each of its 8"),
+        (0, np.full(8, np.nan), "chance of expert 0 is nan"),
+        (0, np.full(8, 1.5), "expected 0 to 1"),
+        (0, torch.tensor([0.5] * 7 + [-0.1]), "chance of expert 7"),
+        (0, np.zeros((2, 8)), "expected [experts]"),
+    ],
+)
+def test_a_bad_hint_changes_nothing(layer: int, chances: Any, message: str) -> None:
+    with make_bank((8, 8, 8)) as bank, ExpertCache(bank, 6, top_k=1) as cache:
+        with cache.request() as request:
+            with pytest.raises(RoutingError, match=re.escape(message)):
+                request.hint(layer, chances)
+            run(request, 0, [[0]])
+            assert cache.stats().prefetch_issued == 0
+        with pytest.raises(ClosedError):
+            request.hint(0, np.zeros(8))
+
+
+def test_waste_is_no_negative_share() -> None:
+    with make_bank((8, 8, 8)) as bank, pytest.raises(PolicyError, match="prefetch_waste"):
+        ExpertCache(bank, 6, prefetch_waste=-0.5)
 
 
 # Threads

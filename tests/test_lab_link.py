@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from test_lab_replay import skewed
 
-from moecache.errors import PolicyError
+from moecache.errors import PolicyError, TraceFormatError
 from moecache.lab import Trace, replay
-from moecache.lab.link import MODELS, PROFILES, Profile, model_for, profile_from, replay_timed
+from moecache.lab.link import MODELS, PROFILES, Profile, model_for, profile_from, replay_timed, stand_in
 from moecache.lab.recall import recall
 
 POLICIES = ["lru", "moe-infinity", "expected-next-use", "belady"]
@@ -71,9 +71,7 @@ def test_what_is_moved_is_needed_or_wasted_and_waste_is_bounded() -> None:
     nbytes = 1 << 19
     wasted = {}
     for share in (0.0, 0.1, 0.5):
-        result = replay_timed(
-            trace, ["lru"], [8], SLOW, expert_nbytes=nbytes, hints=hints, prefetch_waste=share
-        )[0]
+        result = replay_timed(trace, ["lru"], [8], SLOW, expert_nbytes=nbytes, hints=hints, prefetch_waste=share)[0]
         needed = result.bytes_demand + result.bytes_prefetch - result.bytes_wasted
         assert needed == result.demands * nbytes  # nothing is used twice: each use was moved once, ahead or not
         assert 0 <= result.bytes_wasted <= share * needed + 40 * nbytes
@@ -94,7 +92,9 @@ def test_prefetching_begins_layers_ahead_where_a_copy_takes_longer_than_a_layer(
     trace = cycle(200, layers=8)
     hints = np.zeros((200, 8, 16), np.float32)
     rare = np.arange(8) == 7  # only the last layer's expert is known, and only it is missing in the end
-    np.put_along_axis(hints, trace.experts.astype(np.int64), np.where(rare[None, :, None], 1.0, 0.0).astype(np.float32), 2)
+    np.put_along_axis(
+        hints, trace.experts.astype(np.int64), np.where(rare[None, :, None], 1.0, 0.0).astype(np.float32), 2
+    )
     result = replay_timed(trace, ["lru"], [16], SLOW, expert_nbytes=2_500_000, hints=hints)[0]
     assert result.prefetch_useful > 100
     assert result.seconds_without is not None
@@ -145,3 +145,20 @@ def test_recall_counts_what_was_used() -> None:
         low, middle, high = result.recall
         assert 0 <= low <= middle <= high <= 1
         assert sum(n for n, _, _ in result.reliability) * trace.top_k == result.used * trace.num_experts[0]
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b"])
+def test_a_stand_in_has_the_models_shape(name: str) -> None:
+    model, trace = MODELS[name], skewed(12, tokens=40)
+    shaped = stand_in(trace, model)
+    assert shaped.experts.shape == (trace.tokens, model.moe_layers, model.top_k)
+    assert shaped.num_experts == (model.num_experts,) * model.moe_layers
+    ordered = np.sort(shaped.experts, 2)
+    assert (np.diff(ordered, axis=2) > 0).all(), "an expert twice"
+    assert ordered.min() >= 0
+    # Nothing is drawn: tokens that routed alike still do.
+    same = (trace.experts[1:] == trace.experts[:-1]).all((1, 2))
+    assert ((shaped.experts[1:] == shaped.experts[:-1]).all((1, 2)) == same).all() or name == "mixtral-8x7b"
+    ragged = Trace("ragged", trace.experts, trace.request, trace.decode, (16, 17, 16))
+    with pytest.raises(TraceFormatError, match="differing size"):
+        stand_in(ragged, model)

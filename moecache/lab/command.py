@@ -20,7 +20,7 @@ from rich.table import Table
 from ..errors import HistoryFormatError, PolicyError
 from ..history import History, write_atomically
 from ..policy import Score, score
-from .link import PROFILES, TimedResult, expert_nbytes_of, profile_from, replay_timed
+from .link import MODELS, PROFILES, TimedResult, expert_nbytes_of, profile_from, replay_timed, stand_in
 from .recall import RecallResult, recall
 from .replay import Result, passes_of, replay, resolve_any
 from .trace import Counts, Trace, check_same_model, merge, read_tensors, read_trace
@@ -51,6 +51,7 @@ def replay_command(
     profile: list[str] = typer.Option([], help="The same as --link."),  # noqa: B008
     prefetch: bool = typer.Option(True, help="Whether a replay with a clock may fetch ahead."),
     expert_bytes: int = typer.Option(None, min=1, help="Bytes of an expert, where the trace's model is not known."),
+    stand_in_for: str = typer.Option(None, "--as", help="Stretch the routing to the shape of a model without a trace."),
     concurrency: int = typer.Option(None, min=1, help="Requests that take turns, one forward pass each."),
     max_tokens: int = typer.Option(None, min=1, help="End after the first request that passes this many tokens."),
     recall: bool = typer.Option(False, help="Measure what the predictors know of coming layers, instead of policies."),
@@ -65,6 +66,7 @@ def replay_command(
         links=[name for text in (*link, *profile) for name in _link_names(text)],
         prefetch=prefetch,
         expert_nbytes=expert_bytes,
+        shape=stand_in_for,
         concurrency=concurrency,
         hits=not recall or report is not None,
         recall=recall,
@@ -119,6 +121,7 @@ class _Job:
     links: list[str]
     prefetch: bool
     expert_nbytes: int | None
+    shape: str | None
     concurrency: int | None
     hits: bool
     recall: bool
@@ -161,7 +164,7 @@ class Outcome:
 
 
 def _replay_one(path: Path, num_experts: int | None, history_path: Path | None, job: _Job) -> Outcome:
-    trace = read_trace(path, num_experts)
+    trace = _shaped(read_trace(path, num_experts), job.shape)
     history = None if history_path is None else _history(history_path, trace)
     outcome = Outcome(trace)
     nbytes = job.expert_nbytes or expert_nbytes_of(trace)
@@ -177,6 +180,14 @@ def _replay_one(path: Path, num_experts: int | None, history_path: Path | None, 
         if job.recall:
             outcome.recalled = recall(trace, **options)
     return outcome
+
+
+def _shaped(trace: Trace, shape: str | None) -> Trace:
+    if shape is None:
+        return trace
+    if shape not in MODELS:
+        raise PolicyError(f"no model is called {shape!r}: expected one of {', '.join(MODELS)}")
+    return stand_in(trace, MODELS[shape])
 
 
 @contextlib.contextmanager
@@ -237,7 +248,18 @@ def _capacity_table(results: Sequence[Result], title: str, value: Callable[[Resu
 
 
 def _link_table(outcome: Outcome, link: str) -> Any:
-    head = ["experts", "hit %", "ms/token", "without", "floor", "waiting %", "idle link %", "MB/token", "useful", "late"]
+    head = [
+        "experts",
+        "hit %",
+        "ms/token",
+        "without",
+        "floor",
+        "waiting %",
+        "idle link %",
+        "MB/token",
+        "useful",
+        "late",
+    ]
     head += ["wasted", "wasted MB", "wasted %"]
     table = _table(f"{outcome.trace.name} on {link}", ["policy"], head)
     for t in outcome.timed:

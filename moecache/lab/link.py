@@ -14,14 +14,14 @@ import numpy as np
 
 from .._core import Core, LinkClock
 from .._core import Replay as _Replay
-from ..errors import PolicyError
+from ..errors import PolicyError, TraceFormatError
 from ..history import History
 from ..policy import Resolved, Score
 from .replay import _blocks, _Quiet, copy_history, make_core, resolve_any, slots_of, trained_history
 from .schedule import Schedule, schedule, split_requests
 from .trace import Trace
 
-__all__ = ["MODELS", "PROFILES", "Model", "Profile", "TimedResult", "model_for", "replay_timed"]
+__all__ = ["MODELS", "PROFILES", "Model", "Profile", "TimedResult", "model_for", "replay_timed", "stand_in"]
 
 
 @dataclass(frozen=True)
@@ -223,6 +223,45 @@ def model_for(trace: Trace) -> Model | None:
     name = f"{trace.model} {trace.name}".lower()
     fits = [m for m in MODELS.values() if m.name in name and (m.moe_layers, m.top_k) == (trace.layers, trace.top_k)]
     return fits[0] if fits else None
+
+
+def stand_in(trace: Trace, model: Model) -> Trace:
+    """Another model's routing in the shape of one of which there is no trace: proportions to look at, not results.
+
+    Layers repeat until there are enough. Where the model has c times the experts, expert e becomes c of them, and which a
+    token takes depends on the place it gave e; where it has fewer, numbers fold. A place that would name an expert twice
+    takes the next one that is free.
+
+    Parameters
+    ----------
+    trace : Trace
+        Of layers with the same number of experts.
+    model : Model
+
+    Raises
+    ------
+    TraceFormatError
+    """
+    if len(set(trace.num_experts)) > 1:
+        raise TraceFormatError(f"{trace.name} has layers of differing size: no stand-in can be made of it")
+    copies = max(model.num_experts // trace.num_experts[0], 1)
+    place = np.arange(model.top_k)
+    routed = trace.experts.astype(np.int64)[:, np.arange(model.moe_layers) % trace.layers][:, :, place % trace.top_k]
+    none = routed < 0
+    experts = (routed * copies + (place + np.arange(model.moe_layers)[:, None]) % copies) % model.num_experts
+    for j in range(1, model.top_k):
+        for _ in range(model.top_k):
+            taken = (experts[:, :, :j] == experts[:, :, j : j + 1]).any(2)
+            experts[:, :, j] = np.where(taken, (experts[:, :, j] + 1) % model.num_experts, experts[:, :, j])
+    experts[none] = -1
+    return replace(
+        trace,
+        name=f"{trace.name} as {model.name}",
+        experts=experts.astype(np.int16),
+        num_experts=(model.num_experts,) * model.moe_layers,
+        weights=None,
+        metadata={"model": f"{model.name} (stand-in)", "expert_nbytes": str(model.expert_nbytes)},
+    )
 
 
 def expert_nbytes_of(trace: Trace) -> int | None:
