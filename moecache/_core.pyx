@@ -67,7 +67,7 @@ cdef extern from *:
     int64_t moe_now_ns() nogil
 
 # Decay per token of the two frequencies (docs/policies.md has the replay behind them).
-cdef double FAST = 0.45, SLOW = 0.02
+cdef double FAST = 0.3, SLOW = 0.02
 # Pseudo-observations that pull a rarely seen transition towards the expert's own frequency.
 cdef float TRANSITION_PRIOR = 8.0
 # Tokens' worth of pseudo-observations that pull an expert's share of all tokens to uniform.
@@ -145,7 +145,7 @@ cdef class Core:
     cdef readonly HistoryStore store
     cdef readonly int32_t num_layers, num_gids, num_slots, num_kinds
     cdef readonly object slot_expert, slot_generation, slot_pins, complete, layer_demands, layer_hits, probability
-    cdef readonly object last_use
+    cdef readonly object last_use, waits
     cdef int32_t[::1] layer_kind, slot_begin, gid_layer, layer_offset, slot_gid, gid_slot, generation, pins, completed
     cdef int32_t[::1] vacant, vacant_count
     cdef uint8_t[::1] speculative
@@ -195,7 +195,8 @@ cdef class Core:
         self.demands_view, self.hits_view = self.layer_demands, self.layer_hits
         self.probability = np.zeros(self.num_gids, np.float32)
         self.use = self.probability
-        self.wait = np.zeros(self.num_gids, np.float32)
+        self.waits = np.zeros(self.num_gids, np.float32)
+        self.wait = self.waits
         self.prior = np.zeros(self.num_gids, np.float32)
         self.joined = np.zeros((INTERVALS, int(store.num_experts.max())), np.float32)
         self.next_use = np.zeros(self.num_gids, np.float64)

@@ -104,7 +104,7 @@ MOE_CLONES static void moe_join(float *restrict hazard, ptrdiff_t stride, const 
 
 /* wait[e]: layer steps beyond the layer's next visit until the expert is worth its slot: L (1 / index - 1), the index
  * being the best rate of uses per token that keeping it up to the end of some interval promises (Gittins). From one
- * constant chance p it is p. */
+ * constant chance p the index is p. */
 MOE_CLONES static void moe_wait(float *restrict wait, const float *restrict hazard, ptrdiff_t stride, int n, float layers) {
     enum { BLOCK = 64 };
     for (int base = 0; base < n; base += BLOCK) {
@@ -121,7 +121,8 @@ MOE_CLONES static void moe_wait(float *restrict wait, const float *restrict haza
                 index[e] = rate > index[e] ? rate : index[e];
             }
         }
-        for (int e = 0; e < m; e++) wait[base + e] = layers * (1 / index[e] - 1);
+        /* Rounding may leave an index just above 1. */
+        for (int e = 0; e < m; e++) wait[base + e] = layers * (1 / (index[e] < 1 ? index[e] : 1) - 1);
     }
 }
 

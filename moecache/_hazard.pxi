@@ -21,6 +21,10 @@ cdef object FIRST_TRUST = np.tile([0.0, 0.0, 1.0], (6, 1))
 cdef double REMEMBERED = 0.999, TRUSTED = 0.97
 
 
+# Weights are bounded (as moe_learn does), and curvatures by more than any merge adds up to.
+cdef double LARGEST_WEIGHT = 10, MOST_CURVATURE = 1e12
+
+
 cdef class OnlineWeights:
     """Logistic weights of the hazards, and the curvature that says how sure they are; one set for all layers."""
 
@@ -40,18 +44,32 @@ cdef class OnlineWeights:
                 "trust": self.trust, "trust_curvature": self.trust_curvature}
 
     def join(self, others):
-        """Take in what others have learned: means weighted by how sure each is (a Gaussian posterior each)."""
+        """Take in what others have learned: means weighted by how sure each is (a Gaussian posterior each). Where none has
+        learned anything, the plain mean."""
         for weights, curvature in (("counts", "counts_curvature"), ("trust", "trust_curvature")):
             mine, sure = getattr(self, weights), getattr(self, curvature)
             for i in range(INTERVALS):
                 both = [(getattr(o, weights)[i], getattr(o, curvature)[i]) for o in (self, *others)]
                 full = [(w, np.tril(c) + np.tril(c, -1).T) for w, c in both]
                 joined = sum(c for _, c in full)
-                unit = np.eye(len(joined)) * 1e-6
+                unit = np.eye(len(joined)) * 1e-3
                 mine[i] = np.linalg.solve(joined + unit * len(full), sum((c + unit) @ w for w, c in full))
-                sure[i] = joined
-        np.clip(self.counts, -10, 10, out=self.counts)
-        np.clip(self.trust, -10, 10, out=self.trust)
+                sure[i] = joined * min(1, MOST_CURVATURE / max(np.abs(joined).max(), 1))
+            np.clip(mine, -LARGEST_WEIGHT, LARGEST_WEIGHT, out=mine)
+
+    @staticmethod
+    def faults(arrays):
+        """str or None: why arrays by name cannot be what was learned, weights as `arrays` gives them."""
+        for weights in ("counts", "trust"):
+            if not (np.abs(arrays[weights]) <= LARGEST_WEIGHT).all():   # also false for NaN
+                return f"{weights} beyond {LARGEST_WEIGHT}"
+            curvature = arrays[f"{weights}_curvature"]
+            if not (np.abs(curvature) <= MOST_CURVATURE).all():
+                return f"{weights}_curvature beyond {MOST_CURVATURE}"
+            full = np.tril(curvature) + np.tril(curvature, -1).transpose(0, 2, 1)
+            if (np.linalg.eigvalsh(full) < -0.5).any():
+                return f"{weights}_curvature that is no sum of squares"
+        return None
 
     cdef void learn(self, const float *x, const float *outside, const uint8_t *first, int n, int seen, float *work) noexcept nogil:
         # From one snapshot of n experts and when each was used after it; intervals not over after `seen` visits are left

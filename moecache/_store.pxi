@@ -389,6 +389,12 @@ cdef class RequestState:
         """int64 array [M]: the activation matrix so far, prompt and decode together."""
         return self.prompt_counts + self.decode_counts
 
+    @property
+    def hazards(self):
+        """float32 array [6, M]: chance of a use in each coming token interval, given none before it, as of each layer's last
+        visit. Intervals end 1, 2, 4, 8, 16 and 32 tokens ahead."""
+        return np.array(self.outlook.hazard)
+
     def load(self, counts):
         """Count a whole activation matrix at once (int64 array [M])."""
         cdef int32_t[::1] gids = np.flatnonzero(counts).astype(np.int32)

@@ -73,7 +73,7 @@ def score(function: Callable[..., float]) -> Score:
     frequency, request_frequency
         Tokens routed to it since the cache was made, and in this request.
     fast, slow, prior
-        Its share of tokens, decayed by 0.45 and by 0.02 a token in this request, and over all finished requests.
+        Its share of tokens, decayed by 0.3 and by 0.02 a token in this request, and over all finished requests.
     probability
         Its chance of use at its layer's next visit, over all running requests.
     matched

@@ -25,15 +25,16 @@ SETTINGS = settings(
 )
 
 # Documented constants of the policies.
-FAST, SLOW = 0.45, 0.02
-WEIGHTS = {"fast": 0.3, "slow": 0.6, "prior": 0.1}
-CHANCE_FLOOR = 1e-4
+FAST, SLOW = 0.3, 0.02
+EDGES = (0, 1, 2, 4, 8, 16, 32)  # of the token intervals
+INTERVALS = list(pairwise(EDGES))
 PRIOR_TOKENS = 16.0
 TRANSITION_PRIOR = 8.0
 MAX_SUCCESSION = 128
 
-# The compiled room keeps chances in float32: two scores closer than this are the same to it, whatever float64 says.
-CLOSE = 1e-4
+# The compiled room keeps chances in float32: two scores closer than this are the same to it, whatever float64 says. Shares near 1
+# lose most: of 1 - 0.9998 three digits are left.
+CLOSE = 2e-3
 
 
 class Layout:
@@ -113,19 +114,89 @@ def cosine(a: Counts, b: Counts) -> float:
     return float(a.astype(np.float64) @ b.astype(np.float64)) / norm if norm else 0.0
 
 
-class RequestReference:
-    """Counts and decayed frequencies of one request, updated token after token."""
+def log_odds(share: NDArray[np.float64]) -> NDArray[np.float64]:
+    share = np.clip(share, 1e-4, 0.9999)
+    result: NDArray[np.float64] = np.log(share / (1 - share))
+    return result
 
-    def __init__(self, history: HistoryReference, prior: NDArray[np.float64]) -> None:
-        self.history, self.layout = history, history.layout
+
+def sigmoid(z: NDArray[np.float64]) -> NDArray[np.float64]:
+    return 1 / (1 + np.exp(-np.clip(z, -15, 15)))
+
+
+class WeightsReference:
+    """Logistic weights ``[6, 1 + 5]`` of the conditional hazards, and their curvatures ``[6, 6, 6]``."""
+
+    def __init__(self) -> None:
+        self.weights = np.array(
+            [
+                [0.2, 0.5, 0.05, 0.5, 0.45, 0.0],
+                [0.0, 0.7, 0.05, 0.2, 0.15, 0.0],
+                [0.7, 0.7, 0.05, 0.2, 0.12, 0.0],
+                [1.2, 0.6, 0.08, 0.2, 0.1, 0.0],
+                [1.7, 0.5, 0.1, 0.25, 0.1, 0.0],
+                [1.7, 0.35, 0.1, 0.25, 0.1, 0.0],
+            ]
+        )
+        self.curvature = np.zeros((6, 6, 6))
+
+    def hazards(self, features: NDArray[np.float64]) -> NDArray[np.float64]:
+        """``[6, n]``: chances of a use within each interval, given none before it, from features ``[n, 5]``."""
+        return np.array([sigmoid(w[0] + (features * w[1:]).sum(1)) for w in self.weights])
+
+    def learn(self, features: NDArray[np.float64], first: NDArray[np.int64], seen: int) -> None:
+        """One Newton step for every interval that is over; `first`: the visit of each first use, 0 for none yet."""
+        design = np.column_stack([np.ones(len(features)), features])
+        for i, (low, high) in enumerate(INTERVALS):
+            if high > seen:
+                break
+            among = (first == 0) | (first > low)
+            x, used = design[among], ((first > low) & (first <= high))[among]
+            chance = sigmoid(x @ self.weights[i])
+            self.curvature[i] = 0.999 * self.curvature[i] + (x * (chance * (1 - chance))[:, None]).T @ x
+            step = np.linalg.solve(self.curvature[i] + np.eye(6), x.T @ (chance - used))
+            self.weights[i] = np.clip(self.weights[i] - np.clip(step, -0.5, 0.5), -10, 10)
+
+
+def waits(hazards: NDArray[np.float64], layers: int) -> NDArray[np.float64]:
+    """Layer steps beyond the next visit until each expert is worth its slot: from the best uses per token, by definition."""
+    best = np.full(hazards.shape[1], 1e-5)
+    for i in range(len(INTERVALS)):
+        # The chance of a first use in each interval up to i, and the tokens that keeping it until then takes.
+        alive = np.cumprod(np.vstack([np.ones(hazards.shape[1]), 1 - hazards]), axis=0)
+        tokens = sum(
+            alive[j] * (hazards[j] * (high - low + 1) / 2 + (1 - hazards[j]) * (high - low))
+            for j, (low, high) in enumerate(INTERVALS[: i + 1])
+        )
+        best = np.maximum(best, (1 - alive[i + 1]) / tokens)
+    return layers * (1 / np.minimum(best, 1.0) - 1)
+
+
+@dataclass
+class Snapshot:
+    """What was known at a visit of a layer, and when each expert was used first after it."""
+
+    age: int  # visits since; below 0: visits until it is taken
+    features: NDArray[np.float64] | None = None
+    first: NDArray[np.int64] | None = None
+
+
+class RequestReference:
+    """Counts, decayed frequencies, hazards and snapshots of one request, updated token after token."""
+
+    def __init__(self, history: HistoryReference, prior: NDArray[np.float64], weights: WeightsReference) -> None:
+        self.history, self.layout, self.weights = history, history.layout, weights
         self.prompt = np.zeros(self.layout.total, np.int64)
         self.decode = np.zeros(self.layout.total, np.int64)
         self.fast, self.slow = prior.copy(), prior.copy()
-        self.surge = np.ones(self.layout.total)
+        self.lift = np.ones(self.layout.total)
         self.last: dict[int, list[list[int]]] = {}
         self.rows = 1
+        self.k = 0
         self.prompt_tokens = self.decode_tokens = 0
         self.previous: tuple[int, list[list[int]]] | None = None
+        self.hazards = np.zeros((len(INTERVALS), self.layout.total))
+        self.snapshots = [Snapshot(-1 - 7 * layer % 32) for layer in range(self.layout.layers)]
 
     @property
     def counts(self) -> Counts:
@@ -149,9 +220,11 @@ class RequestReference:
         width = max((len(row) for row in ids), default=0)
         if seen:
             one_token = not decode or len(seen) == 1
-            self.surge[rows] = self._surge(layer, seen[-1], width) if one_token else 1.0
+            self.lift[rows] = self._lift(layer, seen[-1], width) if one_token else 1.0
             self._succeed(layer, seen, decode, width)
         tokens = sum(bool(row) for row in seen)
+        self._age(layer, seen[0] if decode and len(seen) == tokens == 1 else None)
+        self.k = width
         if layer == 0 and decode:
             self.decode_tokens += tokens
             self.rows = max(tokens, 1)
@@ -159,7 +232,49 @@ class RequestReference:
             self.prompt_tokens += tokens
         self._learn(layer, seen, decode)
 
-    def _surge(self, layer: int, experts: list[int], k: int) -> NDArray[np.float64]:
+    def _age(self, layer: int, used: list[int] | None) -> None:
+        # One decode token is one more visit for the layer's snapshot; anything else ends it.
+        snapshot = self.snapshots[layer]
+        if used is None:
+            snapshot.age = -1
+            return
+        snapshot.age += 1
+        if snapshot.age > 0:
+            assert snapshot.first is not None
+            snapshot.first[[e for e in used if snapshot.first[e] == 0]] = snapshot.age
+        if snapshot.age == EDGES[-1]:
+            self._learn_from(snapshot)
+            snapshot.age = 0
+
+    def _learn_from(self, snapshot: Snapshot) -> None:
+        assert snapshot.features is not None
+        assert snapshot.first is not None
+        self.weights.learn(snapshot.features, snapshot.first, snapshot.age)
+
+    def finish(self) -> None:
+        for snapshot in self.snapshots:
+            if snapshot.age > 0:
+                self._learn_from(snapshot)
+
+    def look(self, layer: int, prior: NDArray[np.float64], k: int) -> None:
+        """Hazards of one layer, and its snapshot when one is due."""
+        rows = self.layout.rows(layer)
+        best = self.history.ranked(self.counts)[:1]
+        matched = k * self._shares(self.history.entries[best[0]])[rows] if best else prior[rows]
+        features = np.column_stack(
+            [
+                log_odds(self.slow[rows]),
+                log_odds(self.fast[rows]),
+                log_odds(prior[rows]),
+                np.log(np.clip(self.lift[rows], 3e-4, 3e3)),
+                log_odds(matched),
+            ]
+        )
+        self.hazards[:, rows] = 1 - (1 - self.weights.hazards(features)) ** self.rows
+        if self.snapshots[layer].age == 0:
+            self.snapshots[layer] = Snapshot(0, features, np.zeros(len(features), np.int64))
+
+    def _lift(self, layer: int, experts: list[int], k: int) -> NDArray[np.float64]:
         history, rows = self.history, self.layout.rows(layer)
         used = history.followed[rows].astype(np.float64)
         usual = (used + k / len(used)) / (used.sum() / k + 1)
@@ -167,7 +282,7 @@ class RequestReference:
         for e in experts:
             follows = history.successions[layer][e] + TRANSITION_PRIOR * usual
             product *= follows / (used[e] + TRANSITION_PRIOR) / usual
-        return product**0.25
+        return product
 
     def _succeed(self, layer: int, seen: list[list[int]], decode: bool, k: int) -> None:
         pairs = []
@@ -206,12 +321,14 @@ class RequestReference:
 
 
 class Estimates:
-    """Chance of use and expected wait, refreshed when the runtime refreshes them."""
+    """Hazards and waits over all running requests, refreshed when the runtime refreshes them."""
 
     def __init__(self, history: HistoryReference, top_k: int) -> None:
         self.history, self.layout, self.top_k = history, history.layout, top_k
+        self.weights = WeightsReference()
         self.requests: list[RequestReference] = []
         self.chance = np.zeros(self.layout.total)
+        self.wait = np.zeros(self.layout.total)
         self.prior = np.zeros(self.layout.total)
         self.refresh_prior()
         self.refresh()
@@ -225,34 +342,49 @@ class Estimates:
             self.prior[self.layout.rows(layer)] = np.minimum(prior, 1.0)
 
     def begin(self) -> RequestReference:
-        self.requests.append(RequestReference(self.history, self.prior))
+        request = RequestReference(self.history, self.prior, self.weights)
+        self.requests.append(request)
+        self._look_everywhere([request])
         self.refresh()
-        return self.requests[-1]
+        return request
+
+    def observe(
+        self,
+        request: RequestReference,
+        layer: int,
+        ids: Sequence[Sequence[int]],
+        decode: bool,
+        counted: Sequence[bool] | None = None,
+    ) -> None:
+        request.observe(layer, ids, decode, counted)
+        request.look(layer, self.prior, max((len(row) for row in ids), default=0))
+        self.refresh(layer)
 
     def end(self, request: RequestReference, keep: bool) -> None:
         self.requests.remove(request)
+        request.finish()
         if keep:
             self.history.add(request.prompt, request.decode, request.prompt_tokens + request.decode_tokens)
             self.refresh_prior()
+        self._look_everywhere(self.requests)
         self.refresh()
+
+    def _look_everywhere(self, requests: Sequence[RequestReference]) -> None:
+        for request in requests:
+            for layer in range(self.layout.layers):
+                request.look(layer, self.prior, request.k)
 
     def refresh(self, layer: int | None = None) -> None:
         for n in range(self.layout.layers) if layer is None else [layer]:
             rows = self.layout.rows(n)
-            unused = np.ones(self.layout.num_experts[n])
+            unused = np.ones((len(INTERVALS), self.layout.num_experts[n]))
             for request in self.requests:
-                unused *= (1 - self._single(request, rows)) ** request.rows
-            self.chance[rows] = 1 - unused if self.requests else np.minimum(self.prior[rows] + CHANCE_FLOOR, 1.0)
-
-    def _single(self, request: RequestReference, rows: slice) -> NDArray[np.float64]:
-        joined = (
-            WEIGHTS["fast"] * request.fast[rows]
-            + WEIGHTS["slow"] * request.slow[rows]
-            + WEIGHTS["prior"] * self.prior[rows]
-        )
-        single = np.minimum(joined + CHANCE_FLOOR, 0.9999)
-        surge = request.surge[rows]
-        return single * surge / (1 - single + single * surge)
+                unused *= 1 - request.hazards[:, rows]
+            if not self.requests:
+                lengths = np.array([high - low for low, high in INTERVALS])
+                unused = (1 - self.prior[rows]) ** lengths[:, None]
+            self.chance[rows] = 1 - unused[0]
+            self.wait[rows] = waits(1 - unused, self.layout.layers)
 
 
 Score = Callable[[int], float]
@@ -313,7 +445,7 @@ def make_score(
         return (layout.layer_of[gid] - now - 1) % layout.layers + 1
 
     def expected_next_use(gid: int) -> float:
-        return layout.layers * (1 / float(estimates.chance[gid]) - 1) + distance(gid)
+        return float(estimates.wait[gid]) + distance(gid)
 
     def moe_infinity(gid: int) -> float:
         assert shares is not None

@@ -248,6 +248,24 @@ def test_match_step_refuses_bad_numbers() -> None:
 # What a core learns from steps
 
 
+# Features are kept in float32, and the log odds of a share near 1 have the fewest of its digits.
+RELATIVE = 1e-3
+
+
+def check_estimates(core: Core, estimates: Estimates) -> None:
+    """Weights, chances and waits are the reference's; from here on it takes the core's weights, so that no drift adds up."""
+    learned, reference = core.store.weights, estimates.weights
+    np.testing.assert_allclose(learned.counts, reference.weights, rtol=0, atol=1e-4)
+    curvature = np.tril(learned.counts_curvature)
+    np.testing.assert_allclose(curvature, np.tril(reference.curvature), rtol=RELATIVE, atol=1e-2)
+    reference.weights[:] = learned.counts
+    reference.curvature[:] = curvature + np.tril(curvature, -1).transpose(0, 2, 1)
+    np.testing.assert_allclose(core.probability, estimates.chance, rtol=RELATIVE)
+    # A wait is the inverse of an index that is as exact as the hazards; near 0 it is a difference.
+    layers = estimates.layout.layers
+    np.testing.assert_allclose(core.waits / layers + 1, estimates.wait / layers + 1, rtol=RELATIVE)
+
+
 class Twins:
     """A core and its reference, fed the same steps."""
 
@@ -274,13 +292,13 @@ class Twins:
         step = call_route(self.core, state, layer, ids, decode, counted)
         run_step(self.core, step)
         self.core.release(step)
-        request.observe(layer, ids, decode, counted)
-        self.estimates.refresh(layer)
+        self.estimates.observe(request, layer, ids, decode, counted)
         return step
 
     def check(self) -> None:
-        np.testing.assert_allclose(self.core.probability, self.estimates.chance, rtol=2e-4, atol=2e-6)
+        check_estimates(self.core, self.estimates)
         for state, request in self.pairs:
+            np.testing.assert_allclose(state.hazards, request.hazards, rtol=RELATIVE)
             np.testing.assert_array_equal(state.prompt_counts, request.prompt)
             np.testing.assert_array_equal(state.decode_counts, request.decode)
             assert (state.prompt_tokens, state.decode_tokens) == (request.prompt_tokens, request.decode_tokens)
@@ -374,14 +392,21 @@ def test_counts_of_what_followed_never_wrap() -> None:
     np.testing.assert_array_equal(store.transitions[:16], expected)
 
 
+def by_hand(slow: float, fast: float, prior: float, lift: float) -> float:
+    """Chance of the next token with the first weights."""
+    odds = [np.log(p / (1 - p)) for p in (slow, fast, prior)]
+    z = 0.2 + 0.5 * odds[0] + 0.05 * odds[1] + 0.5 * odds[2] + 0.45 * np.log(lift)
+    return float(1 / (1 + np.exp(-z)))
+
+
 def test_chances_of_several_requests_join() -> None:
-    # 1 - (1 - p) (1 - q), by hand: one request has just used expert 0, the other expert 1.
+    # 1 - (1 - p) (1 - q), by hand: one request has just used expert 0, the other expert 1. Nothing has followed anything yet: no lift.
     core = make_core((2,), top_k=1)
     first, second = core.begin_request(), core.begin_request()
-    alone = np.array([0.5, 0.5])
-    used = 0.3 * (0.55 * 0.5 + 0.45) + 0.6 * (0.98 * 0.5 + 0.02) + 0.1 * 0.5 + 1e-4
-    unused = 0.3 * 0.55 * 0.5 + 0.6 * 0.98 * 0.5 + 0.1 * 0.5 + 1e-4
-    np.testing.assert_allclose(core.probability, 1 - (1 - alone - 1e-4) ** 2, rtol=1e-5)
+    alone = by_hand(0.5, 0.5, 0.5, 1)
+    used = by_hand(0.98 * 0.5 + 0.02, 0.7 * 0.5 + 0.3, 0.5, 1)
+    unused = by_hand(0.98 * 0.5, 0.7 * 0.5, 0.5, 1)
+    np.testing.assert_allclose(core.probability, 1 - (1 - np.full(2, alone)) ** 2, rtol=1e-5)
     call_route(core, first, 0, [[0]])
     call_route(core, second, 0, [[1]])
     np.testing.assert_allclose(core.probability, 1 - (1 - used) * (1 - unused), rtol=1e-5)
@@ -393,12 +418,19 @@ def test_a_batch_of_rows_uses_more_than_one_row() -> None:
     core = make_core((4,), top_k=1)
     request = core.begin_request()
     call_route(core, request, 0, [[0], [1], [0]], decode=True)
-    single = Estimates(HistoryReference((4,), 8), 1)
-    reference = single.begin()
-    reference.observe(0, [[0], [1], [0]], True)
+    estimates = Estimates(HistoryReference((4,), 8), 1)
+    reference = estimates.begin()
+    estimates.observe(reference, 0, [[0], [1], [0]], True)
     assert reference.rows == 3
-    single.refresh()
-    np.testing.assert_allclose(core.probability, single.chance, rtol=1e-5)
+    np.testing.assert_allclose(core.probability, estimates.chance, rtol=1e-5)
+
+
+def test_a_constant_chance_waits_as_a_geometric_one() -> None:
+    # Nobody runs: every token uses an expert with the chance of the prior, whatever was before.
+    core = make_core((4, 8), top_k=2)
+    core.end_request(core.begin_request(), False)
+    np.testing.assert_allclose(core.probability, [0.5] * 4 + [0.25] * 8, rtol=1e-6)
+    np.testing.assert_allclose(core.waits, [2 * (2 - 1)] * 4 + [2 * (4 - 1)] * 8, rtol=1e-5)
 
 
 def test_steps_over_several_layers_of_one_prompt_are_transitions() -> None:
@@ -612,7 +644,7 @@ def test_the_stub_lists_what_there_is() -> None:
     for name, members in typed.items():
         public = {member for member in vars(getattr(_core, name)) if not member.startswith("_")}
         assert members - {"__init__"} == public, name
-    internal = {"Candidates", "Hints", "Prefetcher"}
+    internal = {"Candidates", "Hints", "Outlook", "Prefetcher"}
     compiled = {
         name for name, item in vars(_core).items() if isinstance(item, type) and item.__module__ == "moecache._core"
     }
@@ -656,8 +688,8 @@ def test_hits_and_victims_of_a_trace(policy: str, data: st.DataObject) -> None:
             ids = data.draw(id_rows(num_experts[layer], st.just(rows), st.just(k)))
             decode = data.draw(st.booleans())
             step = call_route(core, state, layer, ids, decode)
-            request.observe(layer, ids, decode)
-            estimates.refresh(layer)
+            estimates.observe(request, layer, ids, decode)
+            check_estimates(core, estimates)
             gids = table.touch(layer, ids)
             candidates = [g for g in range(history.layout.total) if kinds[history.layout.layer_of[g]] == kinds[layer]]
             shares = request.ratios() if policy == "moe-infinity" else None
