@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import pickle
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -239,7 +240,7 @@ class _Fit:
             done = self.epoch * steps + step
             rate = min(1, (done + 1) / 20) * (0.02 + 0.49 * (1 + np.cos(np.pi * done / (steps * self.epochs))))
             for group in self.optimizer.param_groups:
-                group["lr"] = s.learning_rate * rate
+                group["lr"] = float(s.learning_rate * rate)
             keep = (random.random((len(batch.tokens), rank)) >= s.drop_out) / (1 - s.drop_out)
             asked = 1 + random.permutation(distances)[: min(3, distances)]
             keeping = torch.from_numpy(keep.astype(np.float32)).to(self.network.write.device)
@@ -292,8 +293,8 @@ class _Fit:
         try:
             state = torch.load(path, map_location=self.network.write.device, weights_only=True)
             same = state["identity"] == self.identity
-        except Exception:  # whatever a damaged file makes of the reader: it is of no use, and begun anew
-            return
+        except (RuntimeError, ValueError, KeyError, TypeError, EOFError, OSError, pickle.UnpicklingError):
+            return  # of no use: begun anew
         if same:
             self.epoch, self.losses, self.best = state["epoch"], list(state["losses"]), state["best"]
             self.network.load_state_dict(state["network"])

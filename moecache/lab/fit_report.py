@@ -14,7 +14,7 @@ from ..history import History
 from .network import Network
 from .offline import waiting_hits
 from .replay import Result, _gap_closed, replay, slots_of
-from .schedule import schedule
+from .schedule import Schedule, schedule
 from .sequences import CHUNK, UNKNOWN, Sequences, at_risk
 from .trace import Trace
 
@@ -107,7 +107,8 @@ def measure(
     played = _subtrace(trace, seen.rows)
     watch = _Watch(network, trace.top_k)
     slots = [slots_of(trace, capacity) for capacity in CAPACITIES if capacity * sum(trace.num_experts) >= trace.top_k]
-    hits, demands = _play(seen, played, slots, watch.outlook(seen))
+    plan = schedule(played)
+    hits = _play(seen, plan, slots, watch.outlook(seen))
     results = replay(played, ("lru", "counts", "belady"), slots, history=history)
     by_policy = [results[i : i + len(slots)] for i in range(0, len(results), len(slots))]
     own = [
@@ -115,10 +116,9 @@ def measure(
             lru,
             policy="forecaster",
             hits=int(hits[i].sum()),
-            layer_hits=tuple(hits[i].tolist()),
-            request_hits=(),
-            request_demands=(),
-            evictions=max(int(demands.sum() - hits[i].sum()) - slots[i], 0),
+            layer_hits=tuple(hits[i].sum(0).tolist()),
+            request_hits=tuple(np.bincount(plan.request, hits[i].sum(1)).astype(np.int64).tolist()),
+            evictions=max(lru.demands - int(hits[i].sum()) - slots[i], 0),
         )
         for i, lru in enumerate(by_policy[0])
     ]
@@ -200,26 +200,34 @@ def _subtrace(trace: Trace, rows: np.ndarray) -> Trace:
 
 
 def _play(
-    sequences: Sequences, played: Trace, slots: Sequence[int], outlook: Iterator[np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:
-    # (hits [capacities, L], demands [L]) when the longest wait is given up first.
-    plan = schedule(played)
-    layers, total = played.layers, len(slots)
+    sequences: Sequences, plan: Schedule, slots: Sequence[int], outlook: Iterator[np.ndarray]
+) -> np.ndarray:
+    # int64 [capacities, passes, L]: hits when the longest wait is given up first.
+    layers, total = plan.experts.shape[1], len(slots)
     cache = np.full((total, layers * sequences.width), -1, np.int64)
     size, held = np.zeros(total, np.int64), np.zeros((total, max(slots)), np.int64)
     wait = np.zeros((layers, sequences.width), np.float32)
-    hits, demands = np.zeros((total, layers), np.int64), np.zeros(layers, np.int64)
+    hits = np.zeros((total, plan.passes, layers), np.int64)
     pending: list[np.ndarray] = []
     done = row = 0
     for waits in outlook:
         pending.append(waits)
         row += len(waits)
+        # Whole passes only, and enough of them to be worth a call.
         upto = int(np.searchsorted(plan.start, row, side="right")) - 1
         if upto > done and (row == sequences.tokens or row - plan.start[done] >= 1024):
-            rows = np.ascontiguousarray(np.concatenate(pending)[: plan.start[upto] - plan.start[done]])
-            experts = played.experts[plan.start[done] : plan.start[upto]]
-            start = plan.start[done : upto + 1] - plan.start[done]
-            waiting_hits(experts, start, rows, np.asarray(slots, np.int64), cache, size, held, wait, hits, demands)
-            rest = np.concatenate(pending)[len(rows) :]
-            pending, done = [rest], upto
-    return hits, demands
+            rows = np.concatenate(pending)
+            begin, end = plan.start[done], plan.start[upto]
+            waiting_hits(
+                plan.experts[begin:end],
+                plan.start[done : upto + 1] - begin,
+                np.ascontiguousarray(rows[: end - begin]),
+                np.asarray(slots, np.int64),
+                cache,
+                size,
+                held,
+                wait,
+                hits[:, done:upto],
+            )
+            pending, done = [rows[end - begin :]], upto
+    return hits

@@ -232,7 +232,6 @@ def waiting_hits(
     held: np.ndarray,
     wait: np.ndarray,
     hits: np.ndarray,
-    demands: np.ndarray,
 ) -> None:
     """Play passes through caches that give up the expert with the longest wait, judged step by step.
 
@@ -252,8 +251,7 @@ def waiting_hits(
         Expert in each slot.
     wait : float32 array ``[layers, num_experts]``
         What was said of each expert last.
-    hits : int64 array ``[capacities, layers]``
-    demands : int64 array ``[layers]``
+    hits : int64 array ``[capacities, passes, layers]``
     """
     layers, k = experts.shape[1:]
     width = waits.shape[2]
@@ -270,10 +268,9 @@ def waiting_hits(
                         wanted[count] = e
                         count += 1
             wait[layer] = waits[start[f + 1] - 1, layer]
-            demands[layer] += count
             for c in range(len(slots)):
                 for i in range(count):
-                    hits[c, layer] += cache[c, layer * width + wanted[i]] >= 0
+                    hits[c, f, layer] += cache[c, layer * width + wanted[i]] >= 0
                 for i in range(count):
                     g = layer * width + wanted[i]
                     if cache[c, g] >= 0:
