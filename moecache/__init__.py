@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from . import errors
 from .bank import ExpertBank, Layout
 from .cache import ExpertCache, Lease, Request
+from .forecaster import Forecaster
 from .history import Fingerprint, History
 from .stats import Stats
 
@@ -21,6 +22,7 @@ __all__ = [
     "ExpertBank",
     "ExpertCache",
     "Fingerprint",
+    "Forecaster",
     "History",
     "Layout",
     "Lease",

@@ -11,6 +11,8 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "ClosedError",
+    "FitError",
+    "ForecasterError",
     "HistoryFormatError",
     "LeaseError",
     "MoeCacheError",
@@ -64,6 +66,14 @@ class UnsupportedModelError(MoeCacheError, TypeError):
 
 class PolicyError(MoeCacheError, ValueError):
     """An unknown policy name, or a score function that cannot be compiled."""
+
+
+class ForecasterError(MoeCacheError, ValueError):
+    """Weights of a forecaster that cannot be: missing, of another model's shapes, not finite."""
+
+
+class FitError(MoeCacheError, ValueError):
+    """Requests that a forecaster cannot be fitted to: too few, or without anything to learn."""
 
 
 class HistoryFormatError(MoeCacheError, ValueError):

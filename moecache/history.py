@@ -13,8 +13,9 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ._core import HistoryStore, OnlineWeights, RequestState
-from .errors import HistoryFormatError
+from ._core import ForecastWeights, HistoryStore, OnlineWeights, RequestState
+from .errors import ForecasterError, HistoryFormatError
+from .forecaster import Forecaster
 
 if TYPE_CHECKING:
     from .bank import ExpertBank
@@ -24,6 +25,7 @@ __all__ = ["Fingerprint", "History"]
 _FORMAT, _VERSION = "moecache.history", "2"
 # Counts of what followed what, in the order of HistoryStore.restore.
 _LEARNED = ("transitions", "origins", "successions", "followed")
+_FORECASTER = "forecaster."  # before the names of its arrays
 
 
 class Fingerprint(NamedTuple):
@@ -66,6 +68,24 @@ class History:
             raise HistoryFormatError(f"a history of {capacity} requests cannot match anything: expected at least 1")
         self.fingerprint = fingerprint
         self.store = HistoryStore(np.array(fingerprint.num_experts, np.int32), capacity)
+
+    @property
+    def forecaster(self) -> Forecaster | None:
+        """Weights fitted to the model's traces (``moecache fit``), kept in the same file; None without.
+
+        Raises
+        ------
+        HistoryFormatError
+            When set to one of another model.
+        """
+        weights = self.store.forecaster
+        return None if weights is None else weights.source
+
+    @forecaster.setter
+    def forecaster(self, forecaster: Forecaster | None) -> None:
+        if forecaster is not None:
+            self._check(forecaster.fingerprint, "the forecaster")
+        self.store.forecaster = None if forecaster is None else ForecastWeights(forecaster)
 
     def __len__(self) -> int:
         return int(self.store.size)
@@ -173,7 +193,7 @@ class History:
 
         Where they are more requests than the capacity, those stay that the others resemble most, so that whatever was
         asked often or seldom still has something near it (:func:`moecache.batch.most_representative`; about
-        ``8 * requests ** 2`` bytes while it chooses).
+        ``8 * requests ** 2`` bytes while it chooses). A forecaster is kept, or else the first of the others is taken.
 
         Raises
         ------
@@ -196,6 +216,7 @@ class History:
             store.add(prompt[n], decode[n], 0, entry=place)
         store.restore(total, tokens, *learned)
         store.weights.join([s.weights for s in theirs])
+        self.forecaster = next((h.forecaster for h in (self, *others) if h.forecaster is not None), None)
 
     def _representative(self, prompt: np.ndarray, decode: np.ndarray) -> np.ndarray:
         # bool [n]: which of the requests of several histories, this one's first, to keep.
@@ -227,6 +248,10 @@ class History:
                 "total": store.total,
                 **{name: getattr(store, name) for name in _LEARNED},
                 **{f"online.{name}": value for name, value in store.weights.arrays().items()},
+                **{
+                    _FORECASTER + name: np.ascontiguousarray(array)
+                    for name, array in (self.forecaster.tensors() if self.forecaster is not None else {}).items()
+                },
             },
             metadata={
                 "format": _FORMAT,
@@ -265,6 +290,7 @@ class History:
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise HistoryFormatError(f"{path}: damaged metadata ({error}); make the history again") from error
         _check_tensors(path, found.num_experts, tokens, tensors)
+        forecaster = _forecaster(path, found, tensors)
         try:
             history = cls(found, capacity or kept)
         except (ValueError, OverflowError, MemoryError) as error:
@@ -278,6 +304,7 @@ class History:
         store.restore(tensors["total"], tokens, *(tensors[name] for name in _LEARNED))
         for name, value in store.weights.arrays().items():
             value[:] = tensors[f"online.{name}"]
+        history.forecaster = forecaster
         return history
 
     def _check(self, other: Fingerprint, what: str, expected: Fingerprint | None = None) -> None:
@@ -312,6 +339,16 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
             f"{metadata.get('version')}"
         )
     return metadata, tensors
+
+
+def _forecaster(path: str | os.PathLike[str], fingerprint: Fingerprint, tensors: dict[str, Any]) -> Forecaster | None:
+    arrays = {name.removeprefix(_FORECASTER): x for name, x in tensors.items() if name.startswith(_FORECASTER)}
+    if not arrays:
+        return None
+    try:
+        return Forecaster.from_tensors(fingerprint, arrays)
+    except ForecasterError as error:
+        raise HistoryFormatError(f"{path}: {error}") from error
 
 
 def _check_tensors(

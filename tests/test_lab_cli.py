@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from test_lab_fit import follows
 from test_lab_replay import skewed
 
 from moecache import Fingerprint, History
@@ -174,3 +175,47 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match=r"needs typer: pip install 'moecache\[cli\]'"):
         cli.main([])
     assert "moecache.cli" in sys.modules
+
+
+def fitted_path(tmp_path: Path, **options: object) -> Path:
+    path = tmp_path / "learnable.safetensors"
+    follows(**options).save(path)  # type: ignore[arg-type]
+    return path
+
+
+def test_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, history, out = fitted_path(tmp_path), tmp_path / "a.history", tmp_path / "fit.json"
+    small = ("--split", "3/4", "--rank", 8, "--distances", 2, "--epochs", 3)
+    run("fit", path, "--history", history, *small, "--json", out)
+    printed = capsys.readouterr().out
+    assert "calibration error" in printed
+    assert "forecaster" in printed
+    loaded = History.load(history)
+    assert len(loaded) == 9
+    assert loaded.forecaster is not None
+    assert loaded.forecaster.rank == 8
+    report = json.loads(out.read_text())
+    assert report["requests"] == 3
+    assert {row["policy"] for row in report["hits"]} == {"lru", "counts", "forecaster", "belady"}
+    assert np.shape(report["recall"]) == (2, 3)
+    # Once more, to the same history: new weights, no request twice.
+    run("fit", path, "--history", history, *small, "--no-add", "--seed", 1)
+    again = History.load(history)
+    assert len(again) == 9
+    assert again.forecaster is not None
+    assert (again.forecaster.write != loaded.forecaster.write).any()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.history", "fit.json", "learnable.safetensors"]
+
+
+def test_a_fit_to_too_little_saves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, history = fitted_path(tmp_path, requests=5, tokens=20), tmp_path / "a.history"
+    assert "too few to fit to" in refused(capsys, "fit", path, "--history", history)
+    assert not history.exists()
+
+
+def test_a_fit_to_another_model_s_history_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    history = tmp_path / "a.history"
+    History(Fingerprint((4, 4), 2, ""), 5).save(history)
+    before = history.read_bytes()
+    assert refused(capsys, "fit", fitted_path(tmp_path), "--history", history)
+    assert history.read_bytes() == before

@@ -18,8 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import HistoryFormatError, PolicyError
+from ..forecaster import HORIZONS
 from ..history import History, write_atomically
 from ..policy import Score, score
+from .fit import FitResult, Settings, fit
 from .link import MODELS, PROFILES, TimedResult, expert_nbytes_of, profile_from, replay_timed, stand_in
 from .recall import RecallResult, recall
 from .replay import Result, passes_of, replay, resolve_any
@@ -78,6 +80,54 @@ def replay_command(
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         sys.exit(130)
+
+
+@application.command("fit")
+def fit_command(
+    paths: list[Path] = typer.Argument(..., metavar="TRACE...", help="Traces of one model."),  # noqa: B008
+    history: Path = typer.Option(..., help="The history that gets the forecaster; made if there is none."),  # noqa: B008
+    split: str = typer.Option(None, help="7/10: requests with number % 10 < 7 are learned from, the others measured on."),
+    add: bool = typer.Option(True, help="Whether the history gets the requests learned from, too."),
+    rank: int = typer.Option(128, min=1, help="Components of the state."),
+    distances: int = typer.Option(8, min=1, help="Coming layers to forecast."),
+    epochs: int = typer.Option(None, min=1, help="At most so many passes over the tokens; by default by their number."),
+    seed: int = typer.Option(0, min=0, help="The same seed on the same machine gives the same weights."),
+    device: str = typer.Option(None, help="cpu or cuda; by default a GPU if there is one."),
+    max_tokens: int = typer.Option(10_000, min=1, help="Measure up to the first request that passes this many tokens."),
+    num_experts: int = typer.Option(None, min=1, help="Experts of a layer, for text traces."),
+    json_path: Path = typer.Option(None, "--json", help="Write what was measured as JSON."),  # noqa: B008
+) -> None:
+    """Fit the routing forecaster to traces, and keep it with a history.
+
+    What was done so far stays beside the history (.fit) until the end: the same command goes on from there.
+    """
+    found = [read_trace(path, num_experts) for path in paths]
+    known = _history(history, found[0]) if history.exists() else None
+    checkpoint = history.with_name(f"{history.name}.fit")
+    from tqdm import tqdm
+
+    try:
+        with tqdm(desc=found[0].name, unit="chunk", disable=None, leave=False) as bar:
+            result = fit(
+                found,
+                split=split,
+                history=known,
+                settings=Settings(rank=rank, distances=distances, epochs=epochs, seed=seed),
+                add=add,
+                max_tokens=max_tokens,
+                device=device,
+                checkpoint=checkpoint,
+                progress=bar,
+            )
+    except KeyboardInterrupt:
+        print(f"interrupted; {history} is as it was, and the same command goes on from {checkpoint}", file=sys.stderr)
+        sys.exit(130)
+    if json_path is not None:
+        write_atomically(json_path, json.dumps(result.report.row(), indent=1).encode())
+    _print_fit(result)
+    result.history.save(history)
+    checkpoint.unlink(missing_ok=True)
+    print(f"{history}: {len(result.history)} requests, forecaster of {result.forecaster.nbytes / 1e6:.1f} MB")
 
 
 @traces.command("info")
@@ -228,6 +278,33 @@ def _print(outcome: Outcome, recalled: bool) -> None:
     )
     for link in dict.fromkeys(t.link for t in outcome.timed):
         console.print(_link_table(outcome, link))
+
+
+def _print_fit(result: FitResult) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=160)
+    report = result.report
+    seen = f"{report.tokens:,} tokens of {report.requests} requests"
+    console.print(
+        f"fitted to {report.training_tokens:,} tokens in {len(report.losses) - 1} passes; held-out loss "
+        + " ".join(f"{loss:.3f}" for loss in report.losses)
+    )
+    distances = range(1, len(report.recall) + 1)
+    table = _table(f"recall of the experts used, in %, {seen}", ["layer"], [f"{d} ahead" for d in distances])
+    for layer in range(report.recall.shape[1]):
+        table.add_row(str(layer), *(f"{100 * report.recall[d - 1, layer]:.0f}" for d in distances))
+    table.add_row("mean", *(f"{100 * report.recall_ahead(d):.1f}" for d in distances))
+    console.print(table)
+    ends = ["1", "2", *(f"{a + 1}-{b}" for a, b in zip(HORIZONS[1:], HORIZONS[2:], strict=False))]
+    table = _table("chance of use within so many visits, given none before", ["visits"], ends)
+    table.add_row("calibration error", *(f"{x:.3f}" for x in report.calibration_error))
+    console.print(table)
+    console.print(_capacity_table(report.hits, f"hits in %, {seen}", lambda r: f"{100 * r.hit_rate:.1f}"))
+    gaps = "share of the way from LRU to Belady, in %"
+    console.print(
+        _capacity_table(report.hits, gaps, lambda r: "-" if r.gap_closed is None else f"{round(100 * r.gap_closed)}")
+    )
 
 
 def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Any:

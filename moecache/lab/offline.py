@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numba
 import numpy as np
 
-__all__ = ["belady_hits", "next_uses", "reuse_distances", "sequential_hits"]
+__all__ = ["belady_hits", "next_uses", "reuse_distances", "sequential_hits", "waiting_hits"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -219,3 +219,80 @@ def sequential_hits(keys: np.ndarray, num_keys: int, capacity: int, rule: int) -
             size += 1
         used[key] = now
     return hits
+
+
+@_jit
+def waiting_hits(
+    experts: np.ndarray,
+    start: np.ndarray,
+    waits: np.ndarray,
+    slots: np.ndarray,
+    cache: np.ndarray,
+    size: np.ndarray,
+    held: np.ndarray,
+    wait: np.ndarray,
+    hits: np.ndarray,
+) -> None:
+    """Play passes through caches that give up the expert with the longest wait, judged step by step.
+
+    A wait is counted in visits beyond its layer's next one; until that, a layer's distance counts too. Everything below `slots` is
+    state, changed in place, so that a trace can be played in parts.
+
+    Parameters
+    ----------
+    waits : float32 array ``[tokens, layers, num_experts]``
+        As known after each token's visit of each layer.
+    slots : int64 array ``[capacities]``
+    cache : int64 array ``[capacities, layers * num_experts]``
+        Slot of each expert, -1 for none.
+    size : int64 array ``[capacities]``
+        Slots taken.
+    held : int64 array ``[capacities, slots]``
+        Expert in each slot.
+    wait : float32 array ``[layers, num_experts]``
+        What was said of each expert last.
+    hits : int64 array ``[capacities, passes, layers]``
+    """
+    layers, k = experts.shape[1:]
+    width = waits.shape[2]
+    wanted = np.empty(width, np.int64)
+    seen = np.zeros(width, np.bool_)
+    for f in range(len(start) - 1):
+        for layer in range(layers):
+            count = 0
+            for t in range(start[f], start[f + 1]):
+                for j in range(k):
+                    e = experts[t, layer, j]
+                    if e >= 0 and not seen[e]:
+                        seen[e] = True
+                        wanted[count] = e
+                        count += 1
+            wait[layer] = waits[start[f + 1] - 1, layer]
+            for c in range(len(slots)):
+                for i in range(count):
+                    hits[c, f, layer] += cache[c, layer * width + wanted[i]] >= 0
+                for i in range(count):
+                    g = layer * width + wanted[i]
+                    if cache[c, g] >= 0:
+                        continue
+                    place = size[c]
+                    if place < slots[c]:
+                        size[c] += 1
+                    else:
+                        longest = -1.0
+                        place = -1
+                        for slot in range(slots[c]):
+                            other = held[c, slot]
+                            home = other // width
+                            if home == layer and seen[other - home * width]:
+                                continue
+                            score = ((home - layer - 1) % layers + 1) / layers + wait[home, other - home * width]
+                            if score > longest:
+                                longest, place = score, slot
+                        if place < 0:
+                            continue
+                        cache[c, held[c, place]] = -1
+                    held[c, place] = g
+                    cache[c, g] = place
+            for i in range(count):
+                seen[wanted[i]] = False
