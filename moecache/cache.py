@@ -166,6 +166,11 @@ class ExpertCache:
             expert = self._mean_expert_nbytes
             self._core.pace(layer_s, expert / rate, min(expert, _WINDOW_BYTES) / rate)
 
+    def _copies_for(self, sources: Sources) -> CudaCopies | None:
+        if self.device.type != "cuda":
+            return None
+        return copies_for(sources, self.device, self.capacity, self.bank)
+
     def _say_if_small(self) -> None:
         one_token = (self.top_k or 1) * len(self.num_experts)
         if self.capacity < one_token:
