@@ -36,8 +36,6 @@ logger = logging.getLogger("moecache")
 _FIRST_ROW = torch.zeros(1, dtype=torch.int64)
 # The engine's window: what may be on the link before something that is wanted more.
 _WINDOW_BYTES = 4 << 20
-# Steps between two looks at the link's rate.
-_RATE_STEPS = 64
 
 
 class ExpertCache:
@@ -125,6 +123,7 @@ class ExpertCache:
         self._slot_freed = threading.Condition()
         self._waiting = 0
         self._leases: dict[int, int] = {}
+        self._mean_expert_nbytes = bank.nbytes / sum(self.num_experts)
         self._moved: dict[str, int] = {}
         self._copies: CudaCopies | None = None
         self._recorder: Recorder | None = None
@@ -159,21 +158,13 @@ class ExpertCache:
             self.top_k or 0,
             self._prefetch_waste,
         )
-        self._expert_s = self._held_up_s = 0.0
-        self._rate_in = 0
 
     def _tell_pace(self, layer_s: float) -> None:
         # The core has no clock: what a step and a copy take is told to it.
-        self._rate_in -= 1
-        if self._rate_in < 0:
-            self._rate_in = _RATE_STEPS
-            n = self._engine.counters()
-            moved = n["bytes_demand"] + n["bytes_prefetch"]
-            if moved:
-                expert = self.bank.nbytes / sum(self.num_experts)
-                self._expert_s = 1e-9 * n["busy_ns"] * expert / moved
-                self._held_up_s = self._expert_s * min(1.0, _WINDOW_BYTES / expert)
-        self._core.pace(layer_s, self._expert_s, self._held_up_s)
+        rate = self._engine.link_rate
+        if rate > 0:
+            expert = self._mean_expert_nbytes
+            self._core.pace(layer_s, expert / rate, min(expert, _WINDOW_BYTES) / rate)
 
     def _copies_for(self, sources: Sources) -> CudaCopies | None:
         if self.device.type != "cuda":
