@@ -160,6 +160,7 @@ class ExpertCache:
             self._prefetch_waste,
         )
         self._expert_s = self._held_up_s = 0.0
+        self._mean_nbytes = self.bank.nbytes / sum(self.num_experts)
         self._rate_in = 0
 
     def _tell_pace(self, layer_s: float) -> None:
@@ -170,9 +171,8 @@ class ExpertCache:
             n = self._engine.counters()
             moved = n["bytes_demand"] + n["bytes_prefetch"]
             if moved:
-                expert = self.bank.nbytes / sum(self.num_experts)
-                self._expert_s = 1e-9 * n["busy_ns"] * expert / moved
-                self._held_up_s = self._expert_s * min(1.0, _WINDOW_BYTES / expert)
+                self._expert_s = 1e-9 * n["busy_ns"] * self._mean_nbytes / moved
+                self._held_up_s = self._expert_s * min(1.0, _WINDOW_BYTES / self._mean_nbytes)
         self._core.pace(layer_s, self._expert_s, self._held_up_s)
 
     def _copies_for(self, sources: Sources) -> CudaCopies | None:
