@@ -21,6 +21,8 @@ cdef extern from "_match.h" nogil:
     ptrdiff_t moe_place(ptrdiff_t entry)
     void moe_add_columns(double *dots, const uint8_t *columns, ptrdiff_t stride, const int32_t *gids,
                          const int32_t *weights, int k, int wide, double scale, ptrdiff_t n)
+    enum: BLOCK_SLOTS "MOE_LANES"
+    ptrdiff_t moe_latest(float *best, const float *wait, const int32_t *layer, ptrdiff_t n, int32_t now, int32_t layers)
     ptrdiff_t moe_reaching(int32_t *entries, const double *dots, const float *inverse_norm, ptrdiff_t n, float least)
     void moe_lift(double *out, double *rarity, const int32_t *table, const int32_t *origins, const int32_t *targets,
                   int width, const int32_t *experts, int n, int k, double prior)
@@ -118,6 +120,7 @@ include "_store.pxi"
 include "_prefetch.pxi"
 
 
+@cython.final
 cdef class Core:
     """Slots, their tenants and the policy that chooses among them.
 
@@ -150,6 +153,8 @@ cdef class Core:
     cdef int32_t[::1] vacant, vacant_count
     cdef uint8_t[::1] speculative
     cdef int64_t[::1] last, frequency, demands_view, hits_view, wanted_until
+    cdef float[::1] slot_wait, block_best   # the first: `wait` in the order of the slots
+    cdef int32_t[::1] slot_layer
     cdef float[::1] use, wait, prior
     cdef float[:, ::1] joined
     cdef double[::1] next_use
@@ -197,6 +202,9 @@ cdef class Core:
         self.use = self.probability
         self.waits = np.zeros(self.num_gids, np.float32)
         self.wait = self.waits
+        self.slot_wait = np.zeros(self.num_slots, np.float32)
+        self.slot_layer = np.zeros(self.num_slots, np.int32)
+        self.block_best = np.zeros(self.num_slots // BLOCK_SLOTS + 1, np.float32)
         self.prior = np.zeros(self.num_gids, np.float32)
         self.joined = np.zeros((INTERVALS, int(store.num_experts.max())), np.float32)
         self.next_use = np.zeros(self.num_gids, np.float64)
@@ -334,6 +342,9 @@ cdef class Core:
                 first = False
         memcpy(&self.use[begin], hazard, count * sizeof(float))
         moe_wait(&self.wait[begin], hazard, stride, count, self.num_layers)
+        for e in range(count):
+            if self.gid_slot[begin + e] >= 0:
+                self.slot_wait[self.gid_slot[begin + e]] = self.wait[begin + e]
 
     # The slot table
 
@@ -361,6 +372,7 @@ cdef class Core:
         if self.speculative[slot]:
             self.prefetcher.lost(slot, landed)
         self.slot_gid[slot] = gid
+        self.slot_wait[slot], self.slot_layer[slot] = self.wait[gid], self.gid_layer[gid]
         self.gid_slot[gid] = slot
         self.generation[slot] += 1
         self.speculative[slot] = 0
@@ -421,17 +433,38 @@ cdef class Core:
 
     cdef int32_t _find_victims(self, int32_t kind, int32_t wanted, int32_t now, bint speculative) noexcept nogil:
         # Fills self.found with up to `wanted` slots, first choice first. Unused prefetches are touched only when asked
-        # for.
-        cdef int32_t slot, gid
+        # for. By expected next use, blocks of slots are taken by the best score in each, until none can hold a better one
+        # than those found.
+        cdef int32_t begin = self.slot_begin[kind], end = self.slot_begin[kind + 1], at, b, best, blocks
         self.found.clear(wanted)
-        for slot in range(self.slot_begin[kind], self.slot_begin[kind + 1]):
+        if wanted == 0 or begin == end:
+            return 0
+        if self.policy != EXPECTED_NEXT_USE and self.policy != COUNTS:
+            self._offer_slots(begin, end, now, speculative)
+            return self.found.size
+        blocks = <int32_t> moe_latest(&self.block_best[0], &self.slot_wait[begin], &self.slot_layer[begin], end - begin,
+                                      now, self.num_layers)
+        while True:
+            best = 0
+            for b in range(1, blocks):
+                if self.block_best[b] > self.block_best[best]:
+                    best = b
+            if self.block_best[best] < 0 or (
+                    self.found.size == wanted and self.block_best[best] < self.found.scores[wanted - 1] * NEARLY):
+                return self.found.size
+            self.block_best[best] = -1
+            at = begin + best * BLOCK_SLOTS
+            self._offer_slots(at, min(at + BLOCK_SLOTS, end), now, speculative)
+
+    cdef void _offer_slots(self, int32_t begin, int32_t end, int32_t now, bint speculative) noexcept nogil:
+        cdef int32_t slot, gid
+        for slot in range(begin, end):
             gid = self.slot_gid[slot]
             if gid < 0 or self.pins[slot]:
                 continue
             if not speculative and (self.speculative[slot] or self.wanted_until[gid] > self.steps):
                 continue
             self.found.offer(slot, self._score(gid, now), self.last[gid])
-        return self.found.size
 
     cdef int32_t _take_slots(self, int32_t kind, int32_t wanted, int32_t now) noexcept nogil:
         # Slots for demanded experts, vacant ones first; returns how many there are, in self.found.slots.

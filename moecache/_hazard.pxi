@@ -25,6 +25,7 @@ cdef double REMEMBERED = 0.999, TRUSTED = 0.97
 cdef double LARGEST_WEIGHT = 10, MOST_CURVATURE = 1e12
 
 
+@cython.final
 cdef class OnlineWeights:
     """Logistic weights of the hazards, and the curvature that says how sure they are; one set for all layers."""
 
@@ -86,6 +87,7 @@ cdef class OnlineWeights:
             moe_learn(&self.w[i, 0], &self.wc[i, 0, 0], x, first, n, moe_edge[i], moe_edge[i + 1], FEATURES_SEEN, REMEMBERED)
 
 
+@cython.final
 cdef class Outlook:
     """Hazards of all experts for one running request, and the snapshots from which their weights learn.
 

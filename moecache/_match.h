@@ -61,6 +61,27 @@ static void moe_add_columns(double *dots, const uint8_t *columns, ptrdiff_t stri
     }
 }
 
+/* best[b] = the largest wait[i] + layer steps from `now` to the next visit of layer[i], 1..layers, in block b of 64 slots;
+ * returns how many blocks. Non-negative floats order as their bit patterns do, and an integer maximum vectorises without
+ * licence to reorder float arithmetic. */
+MOE_CLONES static ptrdiff_t moe_latest(float *restrict best, const float *restrict wait, const int32_t *restrict layer,
+                                       ptrdiff_t n, int32_t now, int32_t layers) {
+    ptrdiff_t blocks = 0;
+    for (ptrdiff_t base = 0; base < n; base += MOE_LANES, blocks++) {
+        const int m = (int)(n - base < MOE_LANES ? n - base : MOE_LANES);
+        int32_t bits[MOE_LANES], top = 0;
+        float scores[MOE_LANES];
+        for (int i = 0; i < m; i++) {
+            const int32_t ahead = layer[base + i] - now;
+            scores[i] = wait[base + i] + (float)(ahead > 0 ? ahead : ahead + layers);
+        }
+        memcpy(bits, scores, sizeof(int32_t) * (size_t)m);
+        for (int i = 0; i < m; i++) top = bits[i] > top ? bits[i] : top;
+        memcpy(&best[blocks], &top, sizeof top);
+    }
+    return blocks;
+}
+
 /* Entries of dots[i] * inverse_norm[i] >= least (above zero, so that the padding never is one), ascending; returns how
  * many. */
 MOE_CLONES static ptrdiff_t moe_reaching(int32_t *restrict entries, const double *restrict dots,

@@ -41,6 +41,7 @@ cdef struct Wish:
     float chance
 
 
+@cython.final
 cdef class Hints:
     """What somebody who knows more says of a request's coming layers: chances by gid, and of which layers they are."""
 
@@ -57,6 +58,7 @@ cdef class Hints:
         self.given[layer] = 1
 
 
+@cython.final
 cdef class Prefetcher:
     """Prefetches on their way or not used yet, what they may cost, and how they turned out."""
 

@@ -35,6 +35,7 @@ cdef object table(Rows *rows, int columns):
     return array
 
 
+@cython.final
 @cython.freelist(16)
 cdef class Plan:
     """What to move: rows of (gid, slot, generation) to fetch and to prefetch, rows of (slot, generation) to drop."""
@@ -81,6 +82,7 @@ cdef class Plan:
             self.drops = table(&self._drop, 2)
 
 
+@cython.final
 @cython.freelist(16)
 cdef class Step:
     """One call of one MoE layer: its distinct experts, who asked for them, and where they are."""
@@ -321,6 +323,7 @@ cdef class Step:
         return order, slots, generations
 
 
+@cython.final
 cdef class Candidates:
     """The `wanted` best of many slots: largest score first, then the longest unused, then the lowest slot."""
 
@@ -337,19 +340,23 @@ cdef class Candidates:
     cdef inline void clear(self, int32_t wanted) noexcept nogil:
         self.size, self.wanted = 0, wanted
 
+    cdef inline bint _before(self, int32_t slot, double score, int64_t last, int32_t i) noexcept nogil:
+        if score != self.scores[i]:
+            return score > self.scores[i]
+        if last != self.last[i]:
+            return last < self.last[i]
+        return slot < self.slots[i]
+
     cdef inline void offer(self, int32_t slot, double score, int64_t last) noexcept nogil:
-        # Slots come in ascending order, so an equal candidate never passes an earlier one.
         cdef int32_t i
         if self.size == self.wanted:
-            if self.wanted == 0:
+            if self.wanted == 0 or not self._before(slot, score, last, self.size - 1):
                 return
             i = self.size - 1
-            if score < self.scores[i] or (score == self.scores[i] and last >= self.last[i]):
-                return
         else:
             i = self.size
             self.size += 1
-        while i > 0 and (score > self.scores[i - 1] or (score == self.scores[i - 1] and last < self.last[i - 1])):
+        while i > 0 and self._before(slot, score, last, i - 1):
             self.slots[i], self.scores[i], self.last[i] = self.slots[i - 1], self.scores[i - 1], self.last[i - 1]
             i -= 1
         self.slots[i], self.scores[i], self.last[i] = slot, score, last

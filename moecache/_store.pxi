@@ -24,6 +24,7 @@ cdef enum:
 cdef double NEARLY = 1 - 1.0 / (1 << 21)
 
 
+@cython.final
 cdef class HistoryStore:
     """Activation matrices of finished requests, transposed, with what they say about the next step.
 
@@ -334,6 +335,7 @@ cdef void learn(uint32_t *table, uint32_t *origins, int32_t height, int32_t widt
                     row[after[t * k_after + j]] += 1
 
 
+@cython.final
 cdef class RequestState:
     """Counts and estimates of one running request."""
 
