@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_core import SETTINGS, WeightsReference, call_route, waits
-from test_core import RELATIVE, Twins, check_estimates, make_core
+from test_core import Twins, check_estimates, make_core
 
 from moecache._core import Core, OnlineWeights, RequestState
 

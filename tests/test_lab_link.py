@@ -71,9 +71,7 @@ def test_what_is_moved_is_needed_or_wasted_and_waste_is_bounded() -> None:
     nbytes = 1 << 19
     wasted = {}
     for share in (0.0, 0.1, 0.5):
-        result = replay_timed(
-            trace, ["lru"], [8], SLOW, expert_nbytes=nbytes, hints=hints, prefetch_waste=share
-        )[0]
+        result = replay_timed(trace, ["lru"], [8], SLOW, expert_nbytes=nbytes, hints=hints, prefetch_waste=share)[0]
         needed = result.bytes_demand + result.bytes_prefetch - result.bytes_wasted
         assert needed == result.demands * nbytes  # nothing is used twice: each use was moved once, ahead or not
         assert 0 <= result.bytes_wasted <= share * needed + 40 * nbytes
@@ -94,7 +92,9 @@ def test_prefetching_begins_layers_ahead_where_a_copy_takes_longer_than_a_layer(
     trace = cycle(200, layers=8)
     hints = np.zeros((200, 8, 16), np.float32)
     rare = np.arange(8) == 7  # only the last layer's expert is known, and only it is missing in the end
-    np.put_along_axis(hints, trace.experts.astype(np.int64), np.where(rare[None, :, None], 1.0, 0.0).astype(np.float32), 2)
+    np.put_along_axis(
+        hints, trace.experts.astype(np.int64), np.where(rare[None, :, None], 1.0, 0.0).astype(np.float32), 2
+    )
     result = replay_timed(trace, ["lru"], [16], SLOW, expert_nbytes=2_500_000, hints=hints)[0]
     assert result.prefetch_useful > 100
     assert result.seconds_without is not None

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from test_lab_reality import model_path  # noqa: F401  (a fixture)
 
 from moecache.lab import Trace, read_trace, replay
@@ -45,7 +44,9 @@ def scan(random: np.random.Generator) -> Trace:
 
 def sliding_window(random: np.random.Generator) -> Trace:
     """Experts come into use, stay for a while and never return before all others had their turn."""
-    window = np.arange(1500)[:, None, None] // 6 + np.array([random.permutation(9)[:TOP_K] for _ in range(1500)])[:, None]
+    window = (
+        np.arange(1500)[:, None, None] // 6 + np.array([random.permutation(9)[:TOP_K] for _ in range(1500)])[:, None]
+    )
     return made(np.broadcast_to(window % EXPERTS, (1500, LAYERS, TOP_K)))
 
 

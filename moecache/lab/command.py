@@ -237,7 +237,18 @@ def _capacity_table(results: Sequence[Result], title: str, value: Callable[[Resu
 
 
 def _link_table(outcome: Outcome, link: str) -> Any:
-    head = ["experts", "hit %", "ms/token", "without", "floor", "waiting %", "idle link %", "MB/token", "useful", "late"]
+    head = [
+        "experts",
+        "hit %",
+        "ms/token",
+        "without",
+        "floor",
+        "waiting %",
+        "idle link %",
+        "MB/token",
+        "useful",
+        "late",
+    ]
     head += ["wasted", "wasted MB", "wasted %"]
     table = _table(f"{outcome.trace.name} on {link}", ["policy"], head)
     for t in outcome.timed:
