@@ -122,7 +122,10 @@ MOE_CLONES static void moe_wait(float *restrict wait, const float *restrict haza
             }
         }
         /* Rounding may leave an index just above 1. */
-        for (int e = 0; e < m; e++) wait[base + e] = layers * (1 / (index[e] < 1 ? index[e] : 1) - 1);
+        for (int e = 0; e < m; e++) {
+            const float most = index[e] < 1 ? index[e] : 1;
+            wait[base + e] = layers * (1 / most - 1);
+        }
     }
 }
 

@@ -19,8 +19,6 @@ cdef object FIRST_TRUST = np.tile([0.0, 0.0, 1.0], (6, 1))
 # What is left of the curvature after one more layer's visit was learned from: a thousand visits are remembered of what
 # counts mean, thirty of how far a forecaster can be trusted, which may change with the subject.
 cdef double REMEMBERED = 0.999, TRUSTED = 0.97
-
-
 # Weights are bounded (as moe_learn does), and curvatures by more than any merge adds up to.
 cdef double LARGEST_WEIGHT = 10, MOST_CURVATURE = 1e12
 
@@ -168,6 +166,9 @@ cdef class Outlook:
                      &self.matched[0], n)
         if self.trusting:
             request.forecast.hazards(layer, &self.outside[0])
+            # Whatever a file says: what is learned from stays bounded, as the features are.
+            for e in range(INTERVALS * n):
+                self.outside[e] = min(max(self.outside[e], <float> -15), <float> 15)
             outside = &self.outside[0]
         moe_hazards(&self.hazard[0, begin], store.num_gids, &self.now[0], &store.weights.w[0, 0], outside,
                     &store.weights.t[0, 0], &self.work[0], n, request.rows)

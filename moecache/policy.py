@@ -4,10 +4,10 @@ A policy is one decision: of the experts in the slots, which is given up? Each s
 first, ties go to the one unused for longest, then to the lowest slot.
 
 ``expected-next-use``
-    Layer steps until the expert is expected to be used again: ``L (1/p - 1) + ((layer - now - 1) mod L) + 1`` with p its
-    chance of use at the layer's next visit, from counts.
+    Layer steps until the expert is worth its slot: ``L (1/index - 1) + ((layer - now - 1) mod L) + 1``, the index being the
+    most uses per token that keeping it promises, by its chances of use in the next 1, 2, 4, ... 32 tokens.
 ``counts``
-    The same; the name stays when a trained forecaster takes part in the default.
+    The same from counts alone, whether there is a trained forecaster or not.
 ``moe-infinity``
     ``-(ratio + eps) (1 - layer / L)``, ratio being the expert's share of its layer in the best matching past request.
 ``lru``

@@ -40,6 +40,11 @@ def filled(
     for name in LEARNED:
         table = getattr(result.store, name)
         table[:] = rng.integers(0, 50, len(table))
+    for kind in ("counts", "trust"):
+        weights = getattr(result.store.weights, kind)
+        rows = rng.normal(size=(*weights.shape, 2 * weights.shape[1]))
+        weights[:] = rng.uniform(-10, 10, weights.shape)
+        getattr(result.store.weights, f"{kind}_curvature")[:] = rows @ rows.transpose(0, 2, 1)
     return result
 
 
@@ -52,6 +57,8 @@ def assert_same(a: History, b: History) -> None:
     for name in ("total", *LEARNED):
         np.testing.assert_array_equal(getattr(a.store, name), getattr(b.store, name))
     assert a.store.tokens == b.store.tokens
+    for name, value in a.store.weights.arrays().items():
+        np.testing.assert_array_equal(value, b.store.weights.arrays()[name])
 
 
 @given(requests=st.integers(0, 12), seed=st.integers(0, 100), largest=st.sampled_from([2, 300, 90_000]))
@@ -159,6 +166,24 @@ def test_merging_adds_everything_once() -> None:
         np.testing.assert_array_equal(getattr(one.store, name), table)
     assert one.store.tokens == tokens
     np.testing.assert_array_equal(one.store.prompt_counts[3:7], two.store.prompt_counts[:4])
+
+
+def test_merging_weighs_what_was_learned_by_how_sure_it_is() -> None:
+    one, two, fresh = filled(2), filled(2, seed=1), History(MODEL, 10)
+    curvature = [h.store.weights.counts_curvature.copy() for h in (one, two)]
+    weights = [h.store.weights.counts.copy() for h in (one, two)]
+    one.merge(two, fresh)
+    joined = one.store.weights
+    for i in range(6):
+        sure = curvature[0][i] + curvature[1][i]
+        mean = np.linalg.solve(sure, curvature[0][i] @ weights[0][i] + curvature[1][i] @ weights[1][i])
+        np.testing.assert_allclose(joined.counts[i], np.clip(mean, -10, 10), rtol=0.02, atol=0.02)
+        np.testing.assert_allclose(joined.counts_curvature[i], sure)
+    # Where nobody has learned anything, nothing changes.
+    first = History(MODEL, 10)
+    before = first.store.weights.counts.copy()
+    first.merge(fresh, History(MODEL, 10))
+    np.testing.assert_allclose(first.store.weights.counts, before, rtol=1e-12)
 
 
 def representation(kept: np.ndarray, rows: np.ndarray) -> float:
@@ -352,7 +377,7 @@ def swap(a: str, b: str) -> Change:
         put("prompt", lambda t: t.reshape(-1)),
         put("origins", lambda t: t[1:]),
         say("format", "something"),
-        say("version", "2"),
+        say("version", "1"),
         say("tokens", "-1"),
         say("tokens", "many"),
         say("tokens", "NaN"),
@@ -372,6 +397,15 @@ def swap(a: str, b: str) -> Change:
         say("fingerprint", {"a": 1}),
         say("fingerprint", "3"),
         lambda tensors, metadata: tensors.update(prompt=tensors["prompt"] * 0, decode=tensors["decode"] * 0),
+        drop("online.counts"),
+        swap("online.counts", "online.trust"),
+        put("online.counts", lambda t: t.astype(np.float32)),
+        put("online.counts", lambda t: t * np.nan),
+        put("online.trust", lambda t: t + 21),
+        put("online.counts_curvature", lambda t: t * np.inf),
+        put("online.counts_curvature", lambda t: t + 1e13),
+        put("online.trust_curvature", lambda t: -t),
+        put("online.trust_curvature", lambda t: t - np.diag([0, 1e6, 0])),
         lambda tensors, metadata: metadata.clear(),
         lambda tensors, metadata: metadata.pop("fingerprint"),
     ],
@@ -382,7 +416,7 @@ def test_impossible_files_are_refused(tmp_path: Path, change: Change) -> None:
     tensors = load_file(path)
     metadata = {
         "format": "moecache.history",
-        "version": "1",
+        "version": "2",
         "fingerprint": json.dumps(MODEL),
         "tokens": "50",
         "capacity": "10",

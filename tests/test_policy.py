@@ -139,12 +139,6 @@ def like_lfu(frequency: float) -> float:
 
 
 @score
-def like_expected_next_use(probability: float, num_layers: float, distance: float) -> float:
-    # The core keeps the wait in single precision.
-    return np.float32(num_layers) * (np.float32(1.0) / np.float32(probability) - np.float32(1.0)) + distance
-
-
-@score
 def like_moe_infinity(matched: float, layer: float, num_layers: float) -> float:
     return -(matched + 1e-6) * (1.0 - layer / num_layers)
 
@@ -154,7 +148,6 @@ def like_moe_infinity(matched: float, layer: float, num_layers: float) -> float:
     [
         ("lru", like_lru),
         ("lfu", like_lfu),
-        ("expected-next-use", like_expected_next_use),
         ("moe-infinity", like_moe_infinity),
     ],
 )
