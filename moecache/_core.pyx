@@ -34,6 +34,8 @@ cdef extern from "_hazard.h" nogil:
     void moe_linear(float *z, const double *w, const float *x, int f, int n)
     void moe_hazards(float *hazard, ptrdiff_t stride, const float *x, const double *weights, const float *outside,
                      const double *trust, float *work, int n, int rows)
+    void moe_follow(float *out, const float *use, const double *lift, const int32_t *table, const int32_t *origins,
+                    int width, const int32_t *experts, int n, float prior, float power, float sure)
     void moe_join(float *hazard, ptrdiff_t stride, const float *other, ptrdiff_t other_stride, int n)
     void moe_wait(float *wait, const float *hazard, ptrdiff_t stride, int n, float layers)
     void moe_learn(double *w, double *A, const float *x, const uint8_t *first, int n, int low, int high, int f, double decay)

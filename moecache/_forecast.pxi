@@ -61,7 +61,8 @@ cdef class ForecastState:
     cdef HistoryStore store
     cdef float[:, ::1] averages, logs
     cdef float[:, :, ::1] kept
-    cdef float[::1] total, state, written, work
+    cdef float[::1] total, state, written, work, chances
+    cdef uint8_t[::1] told   # whether a layer's chances were read since its last visit
 
     def __cinit__(self, ForecastWeights weights, HistoryStore store):
         cdef int32_t widest = int(np.max(weights.room))
@@ -71,7 +72,8 @@ cdef class ForecastState:
         self.kept = np.zeros((weights.scales, weights.layers, weights.width), np.float32)
         self.total, self.state = np.zeros(weights.width, np.float32), np.zeros(weights.width, np.float32)
         self.written = np.zeros(weights.width, np.float32)
-        self.work = np.zeros(INTERVALS * widest, np.float32)
+        self.work = np.zeros(widest, np.float32)
+        self.chances, self.told = np.zeros(weights.gids, np.float32), np.zeros(weights.layers, np.uint8)
 
     cdef void visit(self, int32_t layer, const int32_t *ids, Py_ssize_t tokens, int k) noexcept:
         """Take in what a step routed: rows of ids, -1 for none."""
@@ -79,6 +81,7 @@ cdef class ForecastState:
         cdef int32_t begin = self.store.layer_offset[layer], n = self.store.experts[layer]
         cdef Py_ssize_t t
         cdef int j, s
+        self.told[layer] = 0
         for t in range(max(0, tokens - FED_ROWS), tokens):
             if routed(&ids[t * k], k):
                 self._take(w, layer, begin, n, &ids[t * k], k)
@@ -133,6 +136,16 @@ cdef class ForecastState:
                 moe_add_halves(&self.work[0], &w.pairs[w.pair_place[d, layer] + <int64_t> ids[j] * n], n)
         memcpy(out, &self.work[0], n * sizeof(float))
         moe_sigmoids(out, n)
+
+    cdef const float *ahead(self, int32_t layer, int distance, const int32_t *ids, int k) noexcept:
+        """Chances as in `coming`. A layer is read when it comes into sight and each time its distance has halved; what is
+        learned in between changes them little, and reading costs more than all else in a step."""
+        cdef int32_t target = (layer + distance) % self.weights.layers
+        cdef float *out = &self.chances[self.store.layer_offset[target]]
+        if distance & (distance - 1) == 0 or not self.told[target]:
+            self.coming(layer, distance, ids, k, out)
+            self.told[target] = 1
+        return out
 
     def use_odds(self, int32_t layer):
         """float32 array [6, experts]: log odds of a layer's hazards after its last visit."""

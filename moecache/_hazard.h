@@ -94,6 +94,25 @@ MOE_CLONES static void moe_hazards(float *restrict hazard, ptrdiff_t stride, con
     }
 }
 
+/* Chance of each expert of a layer from what it followed: the odds of its own chance `use` times the lift to a power, and
+ * from `sure` on at least the mean of the transitions. `table` and `origins` as in moe_lift. */
+MOE_CLONES static void moe_follow(float *restrict out, const float *restrict use, const double *restrict lift,
+                                  const int32_t *restrict table, const int32_t *restrict origins, int width,
+                                  const int32_t *restrict experts, int n, float prior, float power, float sure) {
+    for (int e = 0; e < width; e++) out[e] = 0;
+    for (int i = 0; i < n; i++) {
+        const int32_t *restrict row = table + (ptrdiff_t)experts[i] * width;
+        const float scale = 1 / ((float)origins[experts[i]] + prior) / (float)n;
+        for (int e = 0; e < width; e++) out[e] += scale * ((float)row[e] + prior * use[e]);
+    }
+    for (int e = 0; e < width; e++) {
+        const float bounded = moe_clamp((float)lift[e], 1e-15f, 1e15f);
+        const float odds = use[e] / (1.0001f - use[e]) * moe_exp(power * moe_log(bounded));
+        const float chance = odds / (1 + odds), mean = out[e] < sure ? 0 : out[e];
+        out[e] = chance > mean ? chance : mean;
+    }
+}
+
 /* hazard = 1 - (1 - hazard)(1 - other): one of two requests uses it. */
 MOE_CLONES static void moe_join(float *restrict hazard, ptrdiff_t stride, const float *restrict other,
                                 ptrdiff_t other_stride, int n) {

@@ -180,8 +180,8 @@ cdef class Prefetcher:
         if request.hints is not None and request.hints.given[target]:
             return &request.hints.chance[core.layer_offset[target]]
         if request.forecast is not None and distance <= request.forecast.weights.distances and step.tokens == 1:
-            request.forecast.coming(step.layer, distance, step.ids, step.k, &self.chance[0])
-        elif core.policy == MOE_INFINITY:
+            return request.forecast.ahead(step.layer, distance, step.ids, step.k)
+        if core.policy == MOE_INFINITY:
             self._matched(core, request, step, target)
         elif distance == 1:
             self._follow(core, step, target)
@@ -200,28 +200,14 @@ cdef class Prefetcher:
         # go together, and is tempered (docs/policies.md has the calibration). The mean of the transitions is a lower
         # bound, for what follows surely although it is rare.
         cdef HistoryStore store = core.store
-        cdef int32_t e, source = store.layer_offset[step.layer], begin = store.layer_offset[target]
-        cdef int32_t count = store.experts[target], expert
-        cdef int i
-        cdef double scale, odds
-        cdef const uint32_t *table = &store.transition_view[store.transition_offset[step.layer]]
-        cdef const uint32_t *row
-        for e in range(count):
-            self.chance[e] = 0
-        for i in range(step.unique):
-            expert = step.experts[i]
-            row = &table[<int64_t> expert * count]
-            scale = 1 / (store.origin_view[source + expert] + TRANSITION_PRIOR) / step.unique
-            for e in range(count):
-                self.chance[e] += scale * (row[e] + TRANSITION_PRIOR * core.use[begin + e])
-        moe_lift(&self.lift[0], &self.lift[count], <const int32_t *> table, <const int32_t *> &store.origin_view[source],
-                 <const int32_t *> &store.origin_view[begin], count, step.experts, step.unique, step.k, TRANSITION_PRIOR)
-        for e in range(count):
-            odds = core.use[begin + e] / (1.0001 - core.use[begin + e]) * pow(self.lift[e], TEMPER / sqrt(step.unique))
-            if self.chance[e] < SURE:
-                self.chance[e] = odds / (1 + odds)
-            else:
-                self.chance[e] = max(self.chance[e], odds / (1 + odds))
+        cdef int32_t source = store.layer_offset[step.layer], begin = store.layer_offset[target]
+        cdef int32_t count = store.experts[target]
+        cdef const int32_t *table = <const int32_t *> &store.transition_view[store.transition_offset[step.layer]]
+        cdef const int32_t *origins = <const int32_t *> &store.origin_view[source]
+        moe_lift(&self.lift[0], &self.lift[count], table, origins, <const int32_t *> &store.origin_view[begin], count,
+                 step.experts, step.unique, step.k, TRANSITION_PRIOR)
+        moe_follow(&self.chance[0], &core.use[begin], &self.lift[0], table, origins, count, step.experts, step.unique,
+                   TRANSITION_PRIOR, TEMPER / sqrt(step.unique), SURE)
 
     # Which to move
 
