@@ -441,6 +441,13 @@ cdef class CudaLink(_Link):
     cdef Cuda cuda
     cdef uint64_t[::1] read_stream
     cdef int32_t[::1] fresh
+    cdef pthread_mutex_t marking        # two leases on one expert may end at once
+
+    def __cinit__(self, *args, **kwargs):
+        pthread_mutex_init(&self.marking, NULL)
+
+    def __dealloc__(self):
+        pthread_mutex_destroy(&self.marking)
 
     def __init__(self, *, uint64_t memcpy_async, uint64_t event_record, uint64_t event_query,
                  uint64_t stream_wait_event, uint64_t set_device, uint64_t exchange_capture_mode, int device,
@@ -555,6 +562,7 @@ cdef class CudaLink(_Link):
         cdef void* event
         self.check(slots)
         with nogil:
+            pthread_mutex_lock(&self.marking)
             for i in range(slots.shape[0]):
                 slot = slots[i]
                 event = <void*> self.cuda.read_event[slot]
@@ -565,6 +573,7 @@ cdef class CudaLink(_Link):
                 if code:
                     break
                 self.cuda.read_stream[slot] = stream
+            pthread_mutex_unlock(&self.marking)
         if code:
             raise system_error(CUDA_ERROR + code, None, 0)
 
