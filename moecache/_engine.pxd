@@ -252,7 +252,7 @@ cdef struct Room:
     pthread_cond_t done     # waiting callers sleep here
     bint closing
     int32_t threads
-    int32_t threads_entered # that are past the link's enter()
+    int32_t threads_entered  # that are past the link's enter()
     int32_t threads_ended   # before they were told to
     int thread_error        # why, if it is known
     int32_t sleepers
