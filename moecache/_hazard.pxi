@@ -53,7 +53,7 @@ cdef class OnlineWeights:
                 joined = sum(c for _, c in full)
                 unit = np.eye(len(joined)) * 1e-3
                 mine[i] = np.linalg.solve(joined + unit * len(full), sum((c + unit) @ w for w, c in full))
-                sure[i] = joined * min(1, MOST_CURVATURE / max(np.abs(joined).max(), 1))
+                sure[i] = joined * min(1, 0.5 * MOST_CURVATURE / max(np.abs(joined).max(), 1))
             np.clip(mine, -LARGEST_WEIGHT, LARGEST_WEIGHT, out=mine)
 
     @staticmethod

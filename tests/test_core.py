@@ -640,7 +640,11 @@ def test_policies_and_scores_that_do_not_fit_are_refused() -> None:
 
 def test_the_stub_lists_what_there_is() -> None:
     tree = ast.parse(Path(_core.__file__).with_name("_core.pyi").read_text())
-    typed = {node.name: {member.name for member in node.body} for node in tree.body if isinstance(node, ast.ClassDef)}
+    typed = {
+        node.name: {member.target.id if isinstance(member, ast.AnnAssign) else member.name for member in node.body}  # type: ignore[union-attr, attr-defined]
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
     for name, members in typed.items():
         public = {member for member in vars(getattr(_core, name)) if not member.startswith("_")}
         assert members - {"__init__"} == public, name

@@ -146,7 +146,7 @@ def adversary(kind: str, t: int, experts: int, random: np.random.Generator) -> n
         st.tuples(st.sampled_from(KINDS), st.integers(1, 80), st.booleans(), st.booleans()), min_size=1, max_size=6
     ),
     seed=st.integers(0, 10_000),
-    sure=st.sampled_from([0, 1e3, 1e12]),
+    sure=st.sampled_from([0, 1e3, 9e11]),
 )
 @settings(SETTINGS, max_examples=30)
 def test_nothing_routed_makes_anything_leave_its_bounds(

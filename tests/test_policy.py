@@ -48,7 +48,7 @@ def test_names_that_do_not_exist(name: object, hint: str) -> None:
 
 
 def test_what_a_choice_means() -> None:
-    assert resolve("counts") == ("expected-next-use", 0, "counts")
+    assert resolve("counts") == ("counts", 0, "counts")
     assert resolve("belady", extra=("belady",)).code == "belady"
     made = score(lambda age: age)
     assert resolve(made) == ("user", made.address, "<lambda>")
