@@ -86,7 +86,9 @@ def replay_command(
 def fit_command(
     paths: list[Path] = typer.Argument(..., metavar="TRACE...", help="Traces of one model."),  # noqa: B008
     history: Path = typer.Option(..., help="The history that gets the forecaster; made if there is none."),  # noqa: B008
-    split: str = typer.Option(None, help="7/10: requests with number % 10 < 7 are learned from, the others measured on."),
+    split: str = typer.Option(
+        None, help="7/10: requests with number % 10 < 7 are learned from, the others measured on."
+    ),
     add: bool = typer.Option(True, help="Whether the history gets the requests learned from, too."),
     rank: int = typer.Option(128, min=1, help="Components of the state."),
     distances: int = typer.Option(8, min=1, help="Coming layers to forecast."),

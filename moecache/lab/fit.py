@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import FitError
+from ..errors import FitError, TraceFormatError
 from ..forecaster import HORIZONS, Forecaster
 from ..history import History, write_atomically
 from .fit_report import FitReport, measure
@@ -84,7 +84,7 @@ class FitResult:
 def fit(
     traces: Trace | Sequence[Trace],
     *,
-    split: str | None = None,
+    split: str | Sequence[int] | np.ndarray | None = None,
     history: History | None = None,
     settings: Settings | None = None,
     add: bool = True,
@@ -99,9 +99,9 @@ def fit(
     ----------
     traces : Trace or sequence of Trace
         Of one model.
-    split : str, optional
-        ``"7/10"``: the first 7 of every 10 requests train, the others are measured on. Without it all train, and the tenth that is held out
-        to see when to stop is measured on: a little too kind.
+    split : str or sequence of int, optional
+        ``"7/10"``: the first 7 of every 10 requests train, the others are measured on; or the numbers of those that train. Without it all
+        train, and the tenth that is held out to see when to stop is measured on: a little too kind.
     history : History, optional
         What is known before. Not changed; the result's history has it and the training requests.
     settings : Settings, optional
@@ -145,11 +145,17 @@ def fit(
     return FitResult(forecaster, base, report)
 
 
-def _split(traces: Sequence[Trace], split: str | None) -> tuple[np.ndarray, np.ndarray]:
+def _split(traces: Sequence[Trace], split: str | Sequence[int] | np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     # As the requests are numbered in the merged trace; each trace is split by its own numbers.
     first = np.cumsum([0] + [trace.requests for trace in traces])
     if split is None:
         return np.arange(first[-1]), np.arange(0)
+    if not isinstance(split, str):
+        known = np.unique(np.asarray(split, np.int64))
+        played = np.setdiff1d(np.arange(first[-1]), known)
+        if not len(known) or not 0 <= known[0] <= known[-1] < first[-1] or not len(played):
+            raise TraceFormatError(f"requests to train on must be some, not all, of 0..{first[-1] - 1}")
+        return known, played
     parts = [[part + n for part in split_requests(trace, split)] for trace, n in zip(traces, first, strict=False)]
     known, played = (np.concatenate(side) for side in zip(*parts, strict=True))
     return known, played

@@ -72,7 +72,12 @@ class Network(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.num_experts = tuple(num_experts)
-        self.layers, self.width, self.rectified, self.distances = len(num_experts), max(num_experts), rectified, distances
+        self.layers, self.width, self.rectified, self.distances = (
+            len(num_experts),
+            max(num_experts),
+            rectified,
+            distances,
+        )
         layers, width, intervals = self.layers, self.width, len(HORIZONS)
         random = torch.Generator().manual_seed(seed)
         parameter = torch.nn.Parameter
@@ -190,7 +195,9 @@ def _product_type(device: torch.device) -> torch.dtype:
     # bfloat16 where the processor multiplies it faster than float32, not where it is emulated.
     if device.type == "cuda":
         return torch.bfloat16
-    fast = getattr(torch.cpu, "_is_amx_tile_supported", bool)() or getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
+    fast = (
+        getattr(torch.cpu, "_is_amx_tile_supported", bool)() or getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
+    )
     return torch.bfloat16 if fast else torch.float32
 
 
