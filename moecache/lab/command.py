@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -298,7 +299,7 @@ def _print_fit(result: FitResult) -> None:
         table.add_row(str(layer), *(f"{100 * report.recall[d - 1, layer]:.0f}" for d in distances))
     table.add_row("mean", *(f"{100 * report.recall_ahead(d):.1f}" for d in distances))
     console.print(table)
-    ends = ["1", "2", *(f"{a + 1}-{b}" for a, b in zip(HORIZONS[1:], HORIZONS[2:], strict=False))]
+    ends = ["1", "2", *(f"{a + 1}-{b}" for a, b in itertools.pairwise(HORIZONS[1:]))]
     table = _table("chance of use within so many visits, given none before", ["visits"], ends)
     table.add_row("calibration error", *(f"{x:.3f}" for x in report.calibration_error))
     console.print(table)

@@ -112,7 +112,8 @@ def fit(
     device : optional
         By default a GPU if there is one.
     checkpoint : path, optional
-        Where to keep the state after each epoch, so that an interrupted fit goes on from there. It stays: remove it when the result is safe.
+        Where to keep the state after each epoch, so that an interrupted fit goes on from there. It stays: remove it when the
+        result is safe.
     progress : tqdm, optional
         ``total`` is set, and ``update(n)`` called with chunks done.
 
