@@ -250,7 +250,7 @@ def errors(
     return error, error.sum(1), torch.einsum("ltie,slte->is", error.double(), logs.double()), error.abs().sum()
 
 
-@numba.njit(inline="always", fastmath=True)  # type: ignore[untyped-decorator]
+@numba.njit(inline="always", fastmath=True)
 def _sigmoid(z: Any) -> Any:
     # (1 + tanh(z / 2)) / 2 by the continued fraction of tanh, cut where float32 no longer sees it: no call, so it vectorises.
     x = min(max(z * np.float32(0.5), np.float32(-4.97)), np.float32(4.97))
@@ -260,7 +260,7 @@ def _sigmoid(z: Any) -> Any:
     return np.float32(0.5) + np.float32(0.5) * over / under
 
 
-@numba.njit(fastmath=True, nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@numba.njit(fastmath=True, nogil=True, cache=True, error_model="numpy")
 def _errors(
     z: np.ndarray,
     bias: np.ndarray,
@@ -277,6 +277,7 @@ def _errors(
     row, came, asked = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
     known = np.empty((scales, width), np.float32)
     unknown, scaled, total = np.uint8(UNKNOWN), np.float32(scale), 0.0
+    part: Any
     for layer in range(layers):
         for t in range(tokens):
             codes = code[layer, t]
