@@ -69,18 +69,18 @@ def groups(trace: Trace, base: Settings) -> Iterator[tuple[str, Trace, object, S
     names = json.loads(trace.metadata["groups"])
     family = np.array([names[g].split("/")[0].split("_")[0] for g in trace.request_group])
     number = np.arange(trace.requests)
-    for name in sorted(set(family)):
-        own = family == name
-        train = (number % 10 < 7) & ~own
-        tokens = np.bincount(trace.request, minlength=trace.requests)
-        if tokens[own].sum() < 1000 or tokens[train].sum() < 1000:
-            continue
-        kept = number[train | own]
-        part = subtrace(trace, np.flatnonzero(np.isin(trace.request, kept)))
-        yield f"without {name}, measured on it", part, np.flatnonzero(train[kept]), base
-        seen = number[(number % 10 < 7) | own]
-        part = subtrace(trace, np.flatnonzero(np.isin(trace.request, seen)))
-        yield f"{name} seen too (7 of 10), the others measured", part, np.flatnonzero(seen % 10 < 7), base
+    tokens = np.bincount(trace.request, minlength=trace.requests)
+    names = [name for name in sorted(set(family)) if tokens[family == name].sum() >= 1000]
+    for unseen in (True, False):
+        for name in names:
+            # Measured on the same requests, those that never train.
+            train, measured = (number % 10 < 7) & ~(unseen & (family == name)), (number % 10 >= 7) & (family == name)
+            if not measured.any() or tokens[train].sum() < 1000:
+                continue
+            part = subtrace(trace, np.flatnonzero((train | measured)[trace.request]))
+            kept = number[train | measured]
+            label = f"{name}, never seen" if unseen else f"{name}, seen"
+            yield label, part, np.flatnonzero(train[kept]), base
 
 
 def main() -> None:

@@ -195,7 +195,7 @@ class _Fit:
         self.learned = Sequences(trace, training, decay)
         self.judged = Sequences(trace, held_out, decay, self.learned.prior)
         # About as many tokens are seen whatever the trace, between few passes over much and more over little.
-        self.epochs = s.epochs or int(np.clip(round(300_000 / self.learned.tokens), 3, 10))
+        self.epochs = s.epochs or int(np.clip(round(100_000 / self.learned.tokens), 3, 10))
         distances = min(s.distances, max(trace.layers - 1, 1))
         rectified = s.rank // 2 if s.rectified is None else s.rectified
         self.network = Network(trace.num_experts, len(decay), s.rank, rectified, distances, s.seed)
@@ -249,9 +249,10 @@ class _Fit:
             for group in self.optimizer.param_groups:
                 group["lr"] = float(s.learning_rate * rate)
             keep = (random.random((len(batch.tokens), rank)) >= s.drop_out) / (1 - s.drop_out)
-            asked = 1 + random.permutation(distances)[: min(3, distances)]
+            # The next layer always, as it is asked for most and hardest to be sure of, and two of those beyond it.
+            asked = [1, *(2 + random.permutation(distances - 1)[:2]).tolist()]
             keeping = torch.from_numpy(keep.astype(np.float32)).to(self.network.write.device)
-            hazards, *coming = self.network(batch, asked.tolist(), keeping)
+            hazards, *coming = self.network(batch, asked, keeping)
             loss = hazards.loss(scale)
             for question in coming:
                 loss = loss + question.loss(scale * _COMING / len(coming))
