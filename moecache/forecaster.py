@@ -168,7 +168,9 @@ def _check(forecaster: Forecaster) -> None:
     if f.decay[0] != 1 or f.decay.min() <= 0 or f.decay.max() > 1:
         raise ForecasterError(f"a forecaster's decays are {f.decay}; expected 1 and others in (0, 1]")
     if f.prior.min() < 0 or f.prior.max() > 1:
-        raise ForecasterError(f"a forecaster's prior lies in [{f.prior.min()}, {f.prior.max()}]; expected shares of tokens")
+        raise ForecasterError(
+            f"a forecaster's prior lies in [{f.prior.min()}, {f.prior.max()}]; expected shares of tokens"
+        )
     if not 0 <= f.rectified <= rank:
         raise ForecasterError(f"{f.rectified} of {rank} components of a forecaster's state cannot be rectified")
     if not 0 < distances < layers + (layers == 1):

@@ -20,7 +20,9 @@ from moecache.lab.sequences import CHUNK, UNKNOWN, Sequences, at_risk
 RAGGED = (5, 3, 6)
 
 
-def follows(requests: int = 12, tokens: int = 150, num_experts: tuple[int, ...] = RAGGED, k: int = 2, seed: int = 0) -> Trace:
+def follows(
+    requests: int = 12, tokens: int = 150, num_experts: tuple[int, ...] = RAGGED, k: int = 2, seed: int = 0
+) -> Trace:
     """Requests with something to learn: the subject of a stretch of tokens, and the layer before, say which experts come."""
     random = np.random.default_rng(seed)
     subjects = [random.dirichlet(np.full(n, 0.3), 3) for n in num_experts]
@@ -101,7 +103,9 @@ def test_codes_say_when_an_expert_is_used_first() -> None:
                     first = uses[0] if uses else None
                     for i, end in enumerate(HORIZONS):
                         begin = HORIZONS[i - 1] if i else 0
-                        open_ = first > begin if first is not None and first <= HORIZONS[-1] else end <= len(own) - 1 - t
+                        open_ = (
+                            first > begin if first is not None and first <= HORIZONS[-1] else end <= len(own) - 1 - t
+                        )
                         open_ = open_ and not (first is not None and first <= begin)
                         assert bool(at_risk(row[layer, e : e + 1], i)[0]) == open_, (t, layer, e, i)
                         assert (row[layer, e] == i) == (first is not None and begin < first <= end)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -86,7 +87,9 @@ def replay_command(
 def fit_command(
     paths: list[Path] = typer.Argument(..., metavar="TRACE...", help="Traces of one model."),  # noqa: B008
     history: Path = typer.Option(..., help="The history that gets the forecaster; made if there is none."),  # noqa: B008
-    split: str = typer.Option(None, help="7/10: requests with number % 10 < 7 are learned from, the others measured on."),
+    split: str = typer.Option(
+        None, help="7/10: requests with number % 10 < 7 are learned from, the others measured on."
+    ),
     add: bool = typer.Option(True, help="Whether the history gets the requests learned from, too."),
     rank: int = typer.Option(128, min=1, help="Components of the state."),
     distances: int = typer.Option(8, min=1, help="Coming layers to forecast."),
@@ -296,7 +299,7 @@ def _print_fit(result: FitResult) -> None:
         table.add_row(str(layer), *(f"{100 * report.recall[d - 1, layer]:.0f}" for d in distances))
     table.add_row("mean", *(f"{100 * report.recall_ahead(d):.1f}" for d in distances))
     console.print(table)
-    ends = ["1", "2", *(f"{a + 1}-{b}" for a, b in zip(HORIZONS[1:], HORIZONS[2:], strict=False))]
+    ends = ["1", "2", *(f"{a + 1}-{b}" for a, b in itertools.pairwise(HORIZONS[1:]))]
     table = _table("chance of use within so many visits, given none before", ["visits"], ends)
     table.add_row("calibration error", *(f"{x:.3f}" for x in report.calibration_error))
     console.print(table)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import FitError
+from ..errors import FitError, TraceFormatError
 from ..forecaster import HORIZONS, Forecaster
 from ..history import History, write_atomically
 from .fit_report import FitReport, measure
@@ -84,7 +84,7 @@ class FitResult:
 def fit(
     traces: Trace | Sequence[Trace],
     *,
-    split: str | None = None,
+    split: str | Sequence[int] | np.ndarray | None = None,
     history: History | None = None,
     settings: Settings | None = None,
     add: bool = True,
@@ -99,9 +99,9 @@ def fit(
     ----------
     traces : Trace or sequence of Trace
         Of one model.
-    split : str, optional
-        ``"7/10"``: the first 7 of every 10 requests train, the others are measured on. Without it all train, and the tenth that is held out
-        to see when to stop is measured on: a little too kind.
+    split : str or sequence of int, optional
+        ``"7/10"``: the first 7 of every 10 requests train, the others are measured on; or the numbers of those that train. Without it all
+        train, and the tenth that is held out to see when to stop is measured on: a little too kind.
     history : History, optional
         What is known before. Not changed; the result's history has it and the training requests.
     settings : Settings, optional
@@ -112,7 +112,8 @@ def fit(
     device : optional
         By default a GPU if there is one.
     checkpoint : path, optional
-        Where to keep the state after each epoch, so that an interrupted fit goes on from there. It stays: remove it when the result is safe.
+        Where to keep the state after each epoch, so that an interrupted fit goes on from there. It stays: remove it when the
+        result is safe.
     progress : tqdm, optional
         ``total`` is set, and ``update(n)`` called with chunks done.
 
@@ -145,11 +146,17 @@ def fit(
     return FitResult(forecaster, base, report)
 
 
-def _split(traces: Sequence[Trace], split: str | None) -> tuple[np.ndarray, np.ndarray]:
+def _split(traces: Sequence[Trace], split: str | Sequence[int] | np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     # As the requests are numbered in the merged trace; each trace is split by its own numbers.
     first = np.cumsum([0] + [trace.requests for trace in traces])
     if split is None:
         return np.arange(first[-1]), np.arange(0)
+    if not isinstance(split, str):
+        known = np.unique(np.asarray(split, np.int64))
+        played = np.setdiff1d(np.arange(first[-1]), known)
+        if not len(known) or not 0 <= known[0] <= known[-1] < first[-1] or not len(played):
+            raise TraceFormatError(f"requests to train on must be some, not all, of 0..{first[-1] - 1}")
+        return known, played
     parts = [[part + n for part in split_requests(trace, split)] for trace, n in zip(traces, first, strict=False)]
     known, played = (np.concatenate(side) for side in zip(*parts, strict=True))
     return known, played
@@ -188,7 +195,7 @@ class _Fit:
         self.learned = Sequences(trace, training, decay)
         self.judged = Sequences(trace, held_out, decay, self.learned.prior)
         # About as many tokens are seen whatever the trace, between few passes over much and more over little.
-        self.epochs = s.epochs or int(np.clip(round(300_000 / self.learned.tokens), 3, 10))
+        self.epochs = s.epochs or int(np.clip(round(100_000 / self.learned.tokens), 3, 10))
         distances = min(s.distances, max(trace.layers - 1, 1))
         rectified = s.rank // 2 if s.rectified is None else s.rectified
         self.network = Network(trace.num_experts, len(decay), s.rank, rectified, distances, s.seed)
@@ -242,9 +249,10 @@ class _Fit:
             for group in self.optimizer.param_groups:
                 group["lr"] = float(s.learning_rate * rate)
             keep = (random.random((len(batch.tokens), rank)) >= s.drop_out) / (1 - s.drop_out)
-            asked = 1 + random.permutation(distances)[: min(3, distances)]
+            # The next layer always, as it is asked for most and hardest to be sure of, and two of those beyond it.
+            asked = [1, *(2 + random.permutation(distances - 1)[:2]).tolist()]
             keeping = torch.from_numpy(keep.astype(np.float32)).to(self.network.write.device)
-            hazards, *coming = self.network(batch, asked.tolist(), keeping)
+            hazards, *coming = self.network(batch, asked, keeping)
             loss = hazards.loss(scale)
             for question in coming:
                 loss = loss + question.loss(scale * _COMING / len(coming))

@@ -15,7 +15,7 @@ from .network import Network
 from .offline import waiting_hits
 from .replay import Result, _gap_closed, replay, slots_of
 from .schedule import Schedule, schedule
-from .sequences import CHUNK, UNKNOWN, Sequences, at_risk
+from .sequences import CHUNK, Sequences, at_risk
 from .trace import Trace
 
 __all__ = ["FitReport", "measure"]
@@ -104,7 +104,7 @@ def measure(
     """
     chosen = schedule(trace, requests, max_tokens=max_tokens).origin
     seen = Sequences(trace, chosen, learned.decay, learned.prior)
-    played = _subtrace(trace, seen.rows)
+    played = subtrace(trace, seen.rows)
     watch = _Watch(network, trace.top_k)
     slots = [slots_of(trace, capacity) for capacity in CAPACITIES if capacity * sum(trace.num_experts) >= trace.top_k]
     plan = schedule(played)
@@ -181,8 +181,8 @@ class _Watch:
         return np.stack([count, chance / np.maximum(count, 1), came], 2)
 
 
-def _subtrace(trace: Trace, rows: np.ndarray) -> Trace:
-    # The measured tokens as a trace of their own, one request after another.
+def subtrace(trace: Trace, rows: np.ndarray) -> Trace:
+    """Some tokens as a trace of their own, one request after another where `rows` has them so."""
     _, request = np.unique(trace.request[rows], return_inverse=True)
     first = np.unique(request, return_index=True)[1]
     rank = np.argsort(np.argsort(first))
@@ -199,9 +199,7 @@ def _subtrace(trace: Trace, rows: np.ndarray) -> Trace:
     )
 
 
-def _play(
-    sequences: Sequences, plan: Schedule, slots: Sequence[int], outlook: Iterator[np.ndarray]
-) -> np.ndarray:
+def _play(sequences: Sequences, plan: Schedule, slots: Sequence[int], outlook: Iterator[np.ndarray]) -> np.ndarray:
     # int64 [capacities, passes, L]: hits when the longest wait is given up first.
     layers, total = plan.experts.shape[1], len(slots)
     cache = np.full((total, layers * sequences.width), -1, np.int64)

@@ -72,7 +72,12 @@ class Network(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.num_experts = tuple(num_experts)
-        self.layers, self.width, self.rectified, self.distances = len(num_experts), max(num_experts), rectified, distances
+        self.layers, self.width, self.rectified, self.distances = (
+            len(num_experts),
+            max(num_experts),
+            rectified,
+            distances,
+        )
         layers, width, intervals = self.layers, self.width, len(HORIZONS)
         random = torch.Generator().manual_seed(seed)
         parameter = torch.nn.Parameter
@@ -190,7 +195,9 @@ def _product_type(device: torch.device) -> torch.dtype:
     # bfloat16 where the processor multiplies it faster than float32, not where it is emulated.
     if device.type == "cuda":
         return torch.bfloat16
-    fast = getattr(torch.cpu, "_is_amx_tile_supported", bool)() or getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
+    fast = (
+        getattr(torch.cpu, "_is_amx_tile_supported", bool)() or getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
+    )
     return torch.bfloat16 if fast else torch.float32
 
 
@@ -243,7 +250,7 @@ def errors(
     return error, error.sum(1), torch.einsum("ltie,slte->is", error.double(), logs.double()), error.abs().sum()
 
 
-@numba.njit(inline="always", fastmath=True)  # type: ignore[untyped-decorator]
+@numba.njit(inline="always", fastmath=True)
 def _sigmoid(z: Any) -> Any:
     # (1 + tanh(z / 2)) / 2 by the continued fraction of tanh, cut where float32 no longer sees it: no call, so it vectorises.
     x = min(max(z * np.float32(0.5), np.float32(-4.97)), np.float32(4.97))
@@ -253,7 +260,7 @@ def _sigmoid(z: Any) -> Any:
     return np.float32(0.5) + np.float32(0.5) * over / under
 
 
-@numba.njit(fastmath=True, nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@numba.njit(fastmath=True, nogil=True, cache=True, error_model="numpy")
 def _errors(
     z: np.ndarray,
     bias: np.ndarray,
@@ -270,6 +277,7 @@ def _errors(
     row, came, asked = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
     known = np.empty((scales, width), np.float32)
     unknown, scaled, total = np.uint8(UNKNOWN), np.float32(scale), 0.0
+    part: Any
     for layer in range(layers):
         for t in range(tokens):
             codes = code[layer, t]

@@ -82,9 +82,7 @@ class Sequences:
         end = np.searchsorted(owner, present, side="right")
         self.prior = shares(self.experts, begin, end, self.width) if prior is None else np.asarray(prior, np.float32)
         self.begin = np.concatenate([np.arange(b, e, CHUNK) for b, e in zip(begin, end, strict=True)] or [begin])
-        self.end = np.concatenate(
-            [np.full(-(-(e - b) // CHUNK), e) for b, e in zip(begin, end, strict=True)] or [end]
-        )
+        self.end = np.concatenate([np.full(-(-(e - b) // CHUNK), e) for b, e in zip(begin, end, strict=True)] or [end])
         self.kept = np.empty((len(self.begin), len(self.decay), trace.layers, self.width), np.float32)
         _keep(self.experts, self.begin, self.end, self.decay, self.prior, self.kept)
 
