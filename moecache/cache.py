@@ -20,6 +20,7 @@ from .bank import ExpertBank
 from .cuda import CudaCopies, copies_for, numbered
 from .errors import ClosedError, LeaseError, PolicyError, RoutingError, TransferError
 from .history import Fingerprint, History, open_history
+from .learning import Learner, open_learner
 from .policy import Score, resolve
 from .pool import Pool, slots_for
 from .router_output import ID_SIZE, UNSIGNED, check_weights, counted_mask, ids_on_cpu, signed
@@ -59,6 +60,10 @@ class ExpertCache:
         Fetch experts of coming layers ahead where that promises to pay.
     prefetch_waste : float
         Bytes that wrong prefetches may move at most, as a share of those that steps needed moved.
+    learn : bool or path
+        Record what is routed into a folder, and fit the history's forecaster anew in a process of low priority whenever the
+        log has doubled; requests begun after a fit use its weights. True: a folder beside the history's file, with the
+        ending ``.learn``. The log is bounded (:data:`moecache.learning.LOG_TOKENS`). Off by default.
     top_k : int, optional
         Experts per token. When known, a capacity below it is refused and the history is checked against it.
     threads : int, optional
@@ -81,7 +86,9 @@ class ExpertCache:
     ------
     CapacityError
         A capacity that cannot work, or more than the device has free.
-    PolicyError, HistoryFormatError
+    PolicyError, HistoryFormatError, LearnError
+    TraceFormatError
+        The log to learn from is damaged, or of another model.
     """
 
     def __init__(
@@ -95,6 +102,7 @@ class ExpertCache:
         history_capacity: int = 1000,
         prefetch: bool = True,
         prefetch_waste: float = 0.25,
+        learn: bool | str | os.PathLike[str] = False,
         top_k: int | None = None,
         threads: int | None = None,
         timeout: float = 60.0,
@@ -119,6 +127,7 @@ class ExpertCache:
         self._link = link
         slots = self._slots_for(capacity)
         self.history, self._history_path = open_history(history, Fingerprint.of(bank, top_k), history_capacity)
+        self._learner = open_learner(learn, self.history, self._history_path, self._policy.name)
         self.closed = False
         self._slot_freed = threading.Condition()
         self._waiting = 0
@@ -129,6 +138,8 @@ class ExpertCache:
         self._recorder: Recorder | None = None
         self._build(Pool(bank.kinds, slots, self.device))
         self._say_if_small()
+        if self._learner is not None:
+            self._learner.watch(self)
 
     def _slots_for(self, capacity: int | float | str) -> tuple[int, ...]:
         per_kind = [0] * len(self.bank.kinds)
@@ -212,12 +223,15 @@ class ExpertCache:
         ClosedError
         """
         self._check_open()
+        if self._learner is not None:
+            self._learner.between_requests()
         return Request(self)
 
     def stats(self) -> Stats:
         """Counters since the start or the last :meth:`reset_stats`."""
         core = self._core.counters()
         lock = None if self._copies is None else self._copies.lock
+        learner = self._learner
         moved = {name: n + self._moved.get(name, 0) for name, n in self._engine_counters().items()}
         return Stats(
             **core,
@@ -231,6 +245,8 @@ class ExpertCache:
             direct_reads=moved["direct_reads"],
             buffered_reads=moved["buffered_reads"],
             failed=moved["failed"],
+            fits=0 if learner is None else learner.fits,
+            fits_failed=0 if learner is None else learner.fits_failed,
             host_locked_bytes=0 if lock is None else lock.locked_nbytes,
             host_pageable_bytes=0 if lock is None else lock.pageable_nbytes,
             layer_demands=tuple(self._core.layer_demands.tolist()),
@@ -246,6 +262,8 @@ class ExpertCache:
         self._core.reset_counters()
         self._engine.reset_counters()
         self._moved = {}
+        if self._learner is not None:
+            self._learner.fits = self._learner.fits_failed = 0
 
     def record(self, path: str | os.PathLike[str], model: str | None = None) -> Recorder:
         """Write what is routed from now on into a routing trace, which appears whole when the recorder or the cache is
@@ -349,6 +367,8 @@ class ExpertCache:
         self.pool.tensors = ()
         if self._recorder is not None:
             self._recorder.close()
+        if self._learner is not None:
+            self._learner.close()
         if self._history_path is not None:
             self.history.save(self._history_path)
 
@@ -458,6 +478,8 @@ class Request:
         lease = Lease(self, step)
         if cache._recorder is not None:
             cache._recorder.step(self, layer, ids, step.decode, mask)
+        if cache._learner is not None:
+            cache._learner.step(self, layer, ids, step.decode, mask)
         plan = step.plan
         if not plan.empty:
             try:
@@ -508,6 +530,8 @@ class Request:
         if not self.closed:
             self.closed = True
             self.cache._core.end_request(self._state, keep)
+            if self.cache._learner is not None and not self.cache.closed:
+                self.cache._learner.between_requests()
 
     def __enter__(self) -> Request:
         return self

@@ -14,6 +14,7 @@ __all__ = [
     "FitError",
     "ForecasterError",
     "HistoryFormatError",
+    "LearnError",
     "LeaseError",
     "MoeCacheError",
     "PolicyError",
@@ -74,6 +75,10 @@ class ForecasterError(MoeCacheError, ValueError):
 
 class FitError(MoeCacheError, ValueError):
     """Requests that a forecaster cannot be fitted to: too few, or without anything to learn."""
+
+
+class LearnError(MoeCacheError, ValueError):
+    """Learning that cannot begin: no folder for its log, one that another cache uses, a policy without a forecaster."""
 
 
 class HistoryFormatError(MoeCacheError, ValueError):

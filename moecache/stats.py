@@ -50,6 +50,8 @@ class Stats:
     failed: int  # copies that failed
     layer_demands: tuple[int, ...]
     layer_hits: tuple[int, ...]
+    fits: int = 0  # of the forecaster in the background, taken up (``learn``)
+    fits_failed: int = 0
     host_locked_bytes: int = 0  # of the experts' host memory, page-locked for a CUDA device
     host_pageable_bytes: int = 0  # of it, what the system refused to lock: copies from there are slower
 

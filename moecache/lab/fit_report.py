@@ -65,6 +65,15 @@ class FitReport:
         count, mean, came = np.moveaxis(self.reliability, 2, 0)
         return np.asarray(np.abs(mean * count - came).sum(1) / np.maximum(count.sum(1), 1))
 
+    def __str__(self) -> str:
+        """One line."""
+        middle = min(self.hits, key=lambda r: abs(r.fraction - 0.2)).capacity_experts
+        rates = ", ".join(f"{r.policy} {100 * r.hit_rate:.1f}" for r in self.hits if r.capacity_experts == middle)
+        return (
+            f"fitted to {self.training_tokens:,} tokens; held-out loss {self.losses[0]:.3f} before, {min(self.losses):.3f} after; "
+            f"hits in % with {middle} experts: {rates}"
+        )
+
     def row(self) -> dict[str, Any]:
         """The report as plain Python values."""
         return {

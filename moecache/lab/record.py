@@ -69,7 +69,7 @@ class Recorder:
         }
         self.closed = False
         self.tokens = 0
-        self._passes = self._requests = self._uncounted = self._padding = 0
+        self.requests = self._passes = self._uncounted = self._padding = 0
         self._running: dict[int, _Pass] = {}
         self._numbers: weakref.WeakKeyDictionary[Request, int] = weakref.WeakKeyDictionary()
         self._error: OSError | None = None
@@ -101,6 +101,12 @@ class Recorder:
             if layer == self._layers - 1:
                 self._finish(key)
 
+    @property
+    def under_way(self) -> bool:
+        """Whether an open request is in the middle of a forward pass."""
+        with self._lock:
+            return any(not running.request.closed for running in self._running.values())
+
     def _finish(self, key: int) -> None:
         # The lock is held. A pass goes to the spill file.
         done = self._running.pop(key)
@@ -109,8 +115,8 @@ class Recorder:
             return
         number = self._numbers.get(done.request)
         if number is None:
-            number = self._numbers[done.request] = self._requests
-            self._requests += 1
+            number = self._numbers[done.request] = self.requests
+            self.requests += 1
         counted = np.ones(tokens, np.uint8) if done.counted is None else done.counted
         try:
             self._spill.write(_HEAD.pack(number, int(done.decode), tokens, k))
