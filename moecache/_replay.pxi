@@ -85,6 +85,7 @@ cdef class Replay:
             request = self.running.get(self.request[f])
             if request is None:
                 request = self.running[self.request[f]] = self.leader.begin_request()
+                self._follow_all()
             if self.clock is not None:
                 self.clock.begin_pass(self.decode[f])
             for layer in range(self.leader.num_layers):
@@ -94,6 +95,15 @@ cdef class Replay:
                 self._step(request, f, layer)
             if self.last[f]:
                 self.leader.end_request(self.running.pop(self.request[f]))
+                self._follow_all()
+
+    cdef void _follow_all(self) noexcept:
+        # A request that begins or ends changes what the leader expects of all layers.
+        cdef Core core
+        cdef int32_t layer
+        for core in self.cores[1:]:
+            for layer in range(core.num_layers):
+                core._place_waits(layer)
 
     cdef Step _read(self, Py_ssize_t f, int32_t layer):
         # The step with its distinct experts counted, not yet judged.
@@ -129,6 +139,7 @@ cdef class Replay:
             if c:
                 core.current, core.clock = request, self.leader.clock
                 core.steps, core.routed_tokens = self.leader.steps, self.leader.routed_tokens
+                core._place_waits(layer)
                 rewind(step)
             core._admit(step, request)
             core._serve(step)
