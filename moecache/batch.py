@@ -73,7 +73,7 @@ def dot_products(queries: np.ndarray, columns: np.ndarray, parallel: bool = Fals
     return out
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def best_of_each(dots: np.ndarray, square: np.ndarray, written: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
     """The `top` stored requests of largest cosine for each query, the newest first of equal ones.
 
@@ -111,7 +111,7 @@ def best_of_each(dots: np.ndarray, square: np.ndarray, written: np.ndarray, top:
     return entries, keys
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def most_representative(similarity: np.ndarray, count: int) -> np.ndarray:
     """The requests that stand best for all: greedily, the one that adds most to the sum over all requests of the largest
     similarity to a kept one, the last of equal ones.
