@@ -344,9 +344,14 @@ cdef class Core:
                 first = False
         memcpy(&self.use[begin], hazard, count * sizeof(float))
         moe_wait(&self.wait[begin], hazard, stride, count, self.num_layers)
-        for e in range(count):
-            if self.gid_slot[begin + e] >= 0:
-                self.slot_wait[self.gid_slot[begin + e]] = self.wait[begin + e]
+        self._sort_waits(layer)
+
+    cdef void _sort_waits(self, int32_t layer) noexcept nogil:
+        # The waits of the layer's residents, in the order of the slots.
+        cdef int32_t gid
+        for gid in range(self.layer_offset[layer], self.layer_offset[layer + 1]):
+            if self.gid_slot[gid] >= 0:
+                self.slot_wait[self.gid_slot[gid]] = self.wait[gid]
 
     # The slot table
 

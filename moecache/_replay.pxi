@@ -85,6 +85,7 @@ cdef class Replay:
             request = self.running.get(self.request[f])
             if request is None:
                 request = self.running[self.request[f]] = self.leader.begin_request()
+                self._pass_on()
             if self.clock is not None:
                 self.clock.begin_pass(self.decode[f])
             for layer in range(self.leader.num_layers):
@@ -94,6 +95,17 @@ cdef class Replay:
                 self._step(request, f, layer)
             if self.last[f]:
                 self.leader.end_request(self.running.pop(self.request[f]))
+                self._pass_on()
+
+    cdef void _pass_on(self) noexcept:
+        # Requests that begin or end change the waits of all layers.
+        cdef int c
+        cdef int32_t layer
+        cdef Core core
+        for c in range(1, len(self.cores)):
+            core = self.cores[c]
+            for layer in range(core.num_layers):
+                core._sort_waits(layer)
 
     cdef Step _read(self, Py_ssize_t f, int32_t layer):
         # The step with its distinct experts counted, not yet judged.
@@ -129,6 +141,7 @@ cdef class Replay:
             if c:
                 core.current, core.clock = request, self.leader.clock
                 core.steps, core.routed_tokens = self.leader.steps, self.leader.routed_tokens
+                core._sort_waits(layer)
                 rewind(step)
             core._admit(step, request)
             core._serve(step)
