@@ -3,6 +3,7 @@
     python examples/decode.py                                # the tiny model, prompts of several kinds
     python examples/decode.py MODEL --prompt "..." --check   # fails unless tokens and logits are the resident model's
     python examples/decode.py --prompt "a" --prompt "b" --compare   # a batch, beside resident, LRU and accelerate
+    python examples/decode.py --fit                          # before and after a forecaster was fitted to other prompts' routing
 
 Needs ``moecache[hf]``; ``--compare`` also shows accelerate's disk offload where accelerate is installed.
 """
@@ -26,6 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import moecache
 import moecache.hf
+from moecache.lab import fit, read_trace
 
 TINY = Path(__file__).parent / "tiny_moe" / "model"
 PROMPTS = TINY.parent / "prompts.json"
@@ -147,9 +149,9 @@ def peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def load_cached(args: argparse.Namespace, policy: str) -> Any:
+def load_cached(args: argparse.Namespace, policy: str, history: Any) -> Any:
     return moecache.load(
-        args.model, capacity=args.capacity, bank=args.bank, policy=policy, history=args.history, local_files_only=True
+        args.model, capacity=args.capacity, bank=args.bank, policy=policy, history=history, local_files_only=True
     )
 
 
@@ -178,10 +180,16 @@ def load_accelerate(args: argparse.Namespace, folder: str) -> Any:
 
 
 def run_cached(
-    args: argparse.Namespace, tokenizer: Any, batches: dict[str, list[str]], policy: str, quiet: bool
+    args: argparse.Namespace,
+    tokenizer: Any,
+    batches: dict[str, list[str]],
+    policy: str,
+    quiet: bool,
+    history: Any = None,
+    name: str | None = None,
 ) -> tuple[dict[str, Any], Written]:
     """Decode through the cache; the facts that the table and the JSON file show."""
-    model = load_cached(args, policy)
+    model = load_cached(args, policy, history)
     cache = model.moecache
     written = write(model, tokenizer, batches, args, quiet)
     facts = {key: value for key, value in cache.stats().as_dict().items() if key in JSON_KEYS}
@@ -190,10 +198,51 @@ def run_cached(
         "identical": None,
         "text": written.texts[0] if len(written.texts) == 1 else written.texts,
         "peak_rss": peak_rss(),
-        "name": f"moecache {policy}",
+        "name": name or f"moecache {policy}",
     }
     cache.close()
     return facts, written
+
+
+def record(args: argparse.Namespace, tokenizer: Any, prompts: list[str], path: Path) -> None:
+    """Let the model answer each prompt, one by one, and keep what was routed."""
+    model = load_cached(args, args.policy, None)
+    with model.moecache.record(path, model=args.model.name) as recorder:
+        for number, prompt in enumerate(prompts, 1):
+            write(model, tokenizer, {"": [prompt]}, args, quiet=True)
+            print(f"\rrecorded {number} of {len(prompts)} prompts, {recorder.tokens:,} tokens", end="", flush=True)
+    print()
+    moecache.detach(model)
+
+
+def before_and_after(
+    args: argparse.Namespace, tokenizer: Any, batches: dict[str, list[str]]
+) -> tuple[list[dict[str, Any]], Written]:
+    """Decode; record other prompts and fit; decode again, with what the requests alone tell and with the forecaster."""
+    asked = {prompt for batch in batches.values() for prompt in batch}
+    others = [prompt for kind in json.loads(PROMPTS.read_text()).values() for prompt in kind if prompt not in asked]
+
+    def known() -> moecache.History | None:
+        return moecache.History.load(args.history) if args.history and args.history.exists() else None
+
+    run = (args, tokenizer, batches, args.policy)
+    before, _ = run_cached(*run, quiet=False, history=known(), name="before")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "routing.safetensors"
+        print()
+        record(args, tokenizer, others, path)
+        began = time.perf_counter()
+        result = fit(read_trace(path), history=known())
+        print(f"{result.report}; {time.perf_counter() - began:.0f} s, {mib(result.forecaster.nbytes)}")
+        saved = Path(folder) / "history"
+        result.history.save(saved)
+        counts = moecache.History.load(saved)
+        counts.forecaster = None
+        counted, _ = run_cached(*run, quiet=True, history=counts, name="after, counts alone")
+        after, written = run_cached(*run, quiet=True, history=moecache.History.load(saved), name="after, forecaster")
+    if args.history:
+        result.history.save(args.history)
+    return [before, counted, after], written
 
 
 def run_other(args: argparse.Namespace, tokenizer: Any, batches: dict[str, list[str]], name: str) -> dict[str, Any]:
@@ -283,6 +332,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=200)
     parser.add_argument("--history", type=Path, help="file of earlier requests: read if it exists, written at the end")
     parser.add_argument(
+        "--fit", action="store_true", help="record other prompts, fit a forecaster to them, decode again"
+    )
+    parser.add_argument(
         "--check", action="store_true", help="decode again with the resident model; exit 1 unless all is equal"
     )
     parser.add_argument(
@@ -313,6 +365,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     for option, path in (("--json", args.json), ("--history", args.history)):
         if path and not path.resolve().parent.is_dir():
             raise InputError(f"{option}: the folder of {path} does not exist")
+    if args.fit and args.policy != "expected-next-use":
+        raise InputError(f"--fit: the policy {args.policy} has no use for a forecaster")
     if args.prompt and not all(args.prompt):
         raise InputError("--prompt: an empty prompt gives the model nothing to go on")
 
@@ -336,10 +390,15 @@ def run(argv: list[str]) -> int:
         print(json.dumps(row))
         return 0
 
-    facts, ours = run_cached(args, tokenizer, batches, args.policy, quiet=False)
+    if args.fit:
+        rows, ours = before_and_after(args, tokenizer, batches)
+    else:
+        facts, ours = run_cached(args, tokenizer, batches, args.policy, quiet=False, history=args.history)
+        rows = [facts]
+    facts = rows[-1]
     if args.check:
         facts["identical"] = identical(ours, write(load_resident(args), tokenizer, batches, args, quiet=True))
-    print("\n" + table([facts, *(compare(argv) if args.compare else [])]))
+    print("\n" + table([*rows, *(compare(argv) if args.compare else [])]))
     if args.json:
         args.json.write_text(json.dumps({key: facts[key] for key in JSON_KEYS}, indent=2) + "\n")
     if args.check:

@@ -20,7 +20,7 @@ from .bank import ExpertBank
 from .cuda import CudaCopies, copies_for, numbered
 from .errors import ClosedError, LeaseError, PolicyError, RoutingError, TransferError
 from .history import Fingerprint, History, open_history
-from .learning import Learner, open_learner
+from .learning import open_learner
 from .policy import Score, resolve
 from .pool import Pool, slots_for
 from .router_output import ID_SIZE, UNSIGNED, check_weights, counted_mask, ids_on_cpu, signed

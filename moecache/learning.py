@@ -67,7 +67,8 @@ class Learner:
         self.folder, self.history = folder, history
         self.fits = self.fits_failed = 0
         self._owner = os.getpid()
-        self._lock = threading.Lock()
+        self._turn = threading.Lock()  # of the log and the fit
+        self._lock = threading.Lock()  # of the recorder, never held while something is written
         self._recorder: Recorder | None = None
         self._recording = True
         self._fit = _Fit()
@@ -111,50 +112,52 @@ class Learner:
         """End the fit under way when the cache is collected, or the interpreter ends, without ``close()``."""
         weakref.finalize(cache, self._fit.kill)
 
-    def step(
-        self, request: Request, layer: int, ids: torch.Tensor, decode: bool, counted: torch.Tensor | None
-    ) -> None:
+    def step(self, request: Request, layer: int, ids: torch.Tensor, decode: bool, counted: torch.Tensor | None) -> None:
         """Take down one routed step, as :meth:`moecache.lab.record.Recorder.step` does."""
         if not self._recording or os.getpid() != self._owner:
             return
-        recorder = self._recorder or self._open(request.cache)
-        if recorder is not None and recorder.tokens < LOG_TOKENS:
-            recorder.step(request, layer, ids, decode, counted)
+        with self._lock:
+            recorder = self._recorder or self._open(request.cache)
+            if recorder is not None and recorder.tokens < LOG_TOKENS:
+                recorder.step(request, layer, ids, decode, counted)
 
     def between_requests(self) -> None:
         """Take up the weights of a fit that has ended, and begin another if the log has grown enough."""
-        if os.getpid() != self._owner:
+        # Where another thread is at it, this one has nothing to do.
+        if os.getpid() != self._owner or not self._turn.acquire(blocking=False):
             return
-        with self._lock:
+        try:
             self._take()
-            open_tokens = 0 if self._recorder is None else self._recorder.tokens
-            due = not self._fit.running and self._due(self._recorder)
-            if (due or open_tokens >= _PART_TOKENS) and self._recorder is not None and not self._recorder.under_way:
-                self._end_part()
-            if not self._fit.running and self._due(None):
-                self._begin_fit()
+            recorder = self._recorder
+            if recorder is not None:
+                due = not self._fit.running and self._due(recorder)
+                if due or recorder.tokens >= _PART_TOKENS:
+                    self._end_part()
+            if not self._fit.running:  # which reads the log
+                self._forget()
+                if self._due(None):
+                    self._begin_fit()
+        finally:
+            self._turn.release()
 
     def close(self) -> None:
         """End the fit under way and keep what was recorded: the next run in this folder goes on from there."""
         if os.getpid() != self._owner:
             return
-        with self._lock:
+        with self._turn:
             self._take()
             self._fit.kill()
-            self._end_part()
-            self._recording = False
+            self._end_part(last=True)
             self._held.close()
 
     def _open(self, cache: ExpertCache) -> Recorder | None:
         from .lab.record import Recorder
 
-        with self._lock:
-            if self._recorder is None and self._recording:
-                try:
-                    self._recorder = Recorder(cache, self.folder / "log.safetensors")
-                except OSError as error:
-                    self._give_up(error)
-            return self._recorder
+        try:
+            self._recorder = Recorder(cache, self.folder / "log.safetensors")
+        except OSError as error:
+            self._give_up(error)
+        return self._recorder
 
     def _end(self) -> int:
         return max((_number(path) for path in self._parts), default=self._tried)
@@ -166,10 +169,14 @@ class Learner:
         grown = self._end() + new[0] - self._tried >= max(1, min(self._tried, LOG_TOKENS // 2))
         return grown and tokens >= _FIRST_TOKENS and requests >= _FIRST_REQUESTS
 
-    def _end_part(self) -> None:
-        recorder, self._recorder = self._recorder, None
-        if recorder is None:
-            return
+    def _end_part(self, last: bool = False) -> None:
+        with self._lock:
+            recorder = self._recorder
+            self._recording = self._recording and not last
+            # A forward pass goes into one part: another request may be in the middle of one.
+            if recorder is None or (recorder.under_way and not last):
+                return
+            self._recorder = None
         try:
             recorder.close()
             if recorder.tokens:
@@ -183,11 +190,13 @@ class Learner:
         self._recording = False
         logger.warning("learning ends, as its log cannot be written to %s: %s", self.folder, error)
 
-    def _begin_fit(self) -> None:
+    def _forget(self) -> None:
         while len(self._parts) > 1 and sum(tokens for tokens, _ in self._parts.values()) > LOG_TOKENS:
             oldest = next(iter(self._parts))
             oldest.unlink(missing_ok=True)
             del self._parts[oldest]
+
+    def _begin_fit(self) -> None:
         self._tried = self._end()
         target = self.folder / f"fitted-{self._tried:012}.history"
         try:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from moecache import History
 from moecache.cache import Lease, Request
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -123,6 +125,23 @@ def test_prompt_file_policy_and_history(decode: ModuleType, tmp_path: Path, caps
     assert "moecache lru" in out
 
 
+def test_fit_shows_before_and_after(decode: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out, history = tmp_path / "facts.json", tmp_path / "chat.history"
+    arguments = ["--fit", "--check", "--bank", "disk", "--prompt", PROMPTS[0], "--max-new-tokens", "4"]
+    assert decode.run([*arguments, "--json", str(out), "--history", str(history)]) == 0
+    shown = capsys.readouterr().out
+    assert "recorded 23 of 23 prompts" in shown
+    assert "held-out loss" in shown
+    rows = [line for line in shown.splitlines() if line.startswith(("before ", "after, "))]
+    assert [re.split(r" {2,}", row)[0] for row in rows] == ["before", "after, counts alone", "after, forecaster"]
+    facts = json.loads(out.read_text())
+    assert set(facts) == KEYS
+    assert facts["identical"] is True
+    kept = History.load(history)
+    assert kept.forecaster is not None
+    assert len(kept) == 23
+
+
 def test_compare_shows_the_others_side_by_side(decode: ModuleType, capsys: pytest.CaptureFixture) -> None:
     assert decode.run(["--prompt", PROMPTS[0], "--max-new-tokens", "2", "--compare"]) == 0
     out = capsys.readouterr().out
@@ -141,6 +160,7 @@ def test_compare_shows_the_others_side_by_side(decode: ModuleType, capsys: pytes
         ["--capacity", "3"],
         ["--capacity", "lots"],
         ["--policy", "newest"],
+        ["--fit", "--policy", "lru"],
         ["--prompt-file", "no/such/file"],
         ["--prompt", ""],
         ["--max-new-tokens", "0"],

@@ -148,9 +148,12 @@ def test_reuse_distances_give_the_lru_curve() -> None:
     assert histogram.sum() == result.demands
 
 
-def test_capacities_in_one_pass_are_as_alone() -> None:
-    trace = skewed(2, tokens=150)
-    capacities = [2, 5, 9, 14, 24]
+@pytest.mark.parametrize(
+    ("trace", "capacities"),
+    [(skewed(2, tokens=150), [2, 5, 9, 14, 24]), (skewed(2, 150, 6, 48, 4), [40, 70, 140, 270])],
+    ids=["few slots", "many"],
+)
+def test_capacities_in_one_pass_are_as_alone(trace: Trace, capacities: list[int]) -> None:
     for policy in ("expected-next-use", "moe-infinity", "lfu"):
         together = replay(trace, [policy], capacities)
         alone = [replay(trace, [policy], [n])[0] for n in capacities]

@@ -1,0 +1,132 @@
+"""A forecaster that knows nothing, or other traffic, costs next to nothing: the counts beside it outvote it within a request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_forecaster import made
+from test_lab_fit import SMALL, follows
+from test_lab_replay import shared
+
+from moecache import Forecaster, History
+from moecache.lab import Settings, Trace, fit, replay
+from moecache.lab.replay import copy_history, trained_history
+
+MOST_LOST = 0.005  # of the hit rate
+QUICK = Settings(rank=32, distances=1, epochs=1)
+
+
+def requests(trace: Trace, numbers: np.ndarray) -> Trace:
+    """Some requests as a trace of their own."""
+    rows = np.isin(trace.request, numbers)
+    _, request = np.unique(trace.request[rows], return_inverse=True)
+    return replace(
+        trace,
+        experts=trace.experts[rows],
+        request=request.astype(np.int32),
+        decode=trace.decode[rows],
+        request_group=None,
+    )
+
+
+def shuffled(trace: Trace) -> Trace:
+    """Each request's tokens in another order: what is used stays, what follows what is gone."""
+    random, order = np.random.default_rng(0), np.arange(trace.tokens)
+    for number in range(trace.requests):
+        own = np.flatnonzero(trace.request == number)
+        order[own] = random.permutation(own)
+    return replace(trace, experts=trace.experts[order])
+
+
+def noise(trace: Trace, scale: float = 1) -> Forecaster:
+    weights = made(trace.fingerprint, rank=16, distances=1)
+    return replace(
+        weights, use_read=(scale * weights.use_read).astype(np.float16), use_bias=np.float32(scale) * weights.use_bias
+    )
+
+
+def contrary(forecaster: Forecaster) -> Forecaster:
+    """Says the opposite, as surely."""
+    return replace(
+        forecaster,
+        use_read=-forecaster.use_read,
+        use_bias=-forecaster.use_bias,
+        use_weights=-forecaster.use_weights,
+    )
+
+
+def gained(forecaster: Forecaster, played: Trace, known: Trace | None = None) -> np.ndarray:
+    """What the forecaster adds to the hit rate of the counts, at several capacities."""
+    history = History(played.fingerprint, 1000)
+    if known is not None:
+        history = trained_history(known, np.arange(known.requests))
+    believing = copy_history(history)
+    believing.forecaster = forecaster
+    capacities = (0.1, 0.2, 0.3, 0.5)
+    counts = replay(played, ["counts"], capacities, history=history)
+    default = replay(played, ["expected-next-use"], capacities, history=believing)
+    return np.array([b.hit_rate - a.hit_rate for a, b in zip(counts, default, strict=True)])
+
+
+class TestMade:
+    """Traffic made of subjects that change, and layers that follow each other."""
+
+    WIDE = (24,) * 4
+
+    @pytest.fixture(scope="class")
+    def known(self) -> Trace:
+        return follows(12, 150, self.WIDE)
+
+    @pytest.fixture(scope="class")
+    def played(self) -> Trace:
+        return follows(24, 150, self.WIDE, seed=5)
+
+    @pytest.fixture(scope="class")
+    def fitted(self, known: Trace) -> Forecaster:
+        return fit(known, settings=SMALL, max_tokens=100).forecaster
+
+    def test_other_traffic(self, known: Trace, played: Trace, fitted: Forecaster) -> None:
+        # Other subjects altogether: another seed draws another model's worth of them.
+        assert gained(fitted, played).min() > -MOST_LOST
+        assert gained(fitted, played, known).min() > -MOST_LOST
+
+    def test_shuffled_tokens(self, known: Trace, played: Trace) -> None:
+        forecaster = fit(shuffled(known), settings=SMALL, max_tokens=100).forecaster
+        assert gained(forecaster, played).min() > -MOST_LOST
+
+    @pytest.mark.parametrize("scale", [0.2, 1, 5])
+    def test_noise(self, played: Trace, scale: float) -> None:
+        assert gained(noise(played, scale), played).min() > -MOST_LOST
+
+    def test_the_opposite(self, played: Trace, fitted: Forecaster) -> None:
+        assert gained(contrary(fitted), played).min() > -MOST_LOST
+
+
+class TestGptOss:
+    """Fitted to questions with known answers, played on requests of the kind that ought to be declined."""
+
+    @pytest.fixture(scope="class")
+    def trace(self) -> Trace:
+        return shared("gpt-oss-20b")
+
+    @pytest.fixture(scope="class")
+    def parts(self, trace: Trace) -> tuple[Trace, Trace]:
+        assert trace.request_group is not None
+        domains = json.loads(trace.metadata["groups"])
+        left_out = np.array([domains[group].startswith("sorry_bench") for group in trace.request_group])
+        return requests(trace, np.flatnonzero(~left_out)[::22]), requests(trace, np.flatnonzero(left_out)[:8])
+
+    @pytest.mark.parametrize("alter", [lambda trace: trace, shuffled], ids=["other domains", "shuffled"])
+    def test_fitted_to_something_else(self, parts: tuple[Trace, Trace], alter: Callable[[Trace], Trace]) -> None:
+        known, played = parts
+        forecaster = fit(alter(known), settings=QUICK, max_tokens=10).forecaster
+        for gain in (gained(forecaster, played), gained(forecaster, played, known)):
+            assert gain.min() > -MOST_LOST
+
+    def test_noise(self, parts: tuple[Trace, Trace]) -> None:
+        known, played = parts
+        assert gained(noise(played), played, known).min() > -MOST_LOST
