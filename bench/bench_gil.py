@@ -131,7 +131,7 @@ def main() -> None:
         for tokens in (1, 512):
             what = f"{stored:,} stored, {'a decode step' if tokens == 1 else f'{tokens} tokens of a prompt'}"
             beside_a_busy_thread(core, what, tokens, args.seconds)
-            two_requests(core, what, tokens, max(20, min(2000, 20_000_000 // stored // min(tokens * TOP_K, EXPERTS))))
+            two_requests(core, what, tokens, max(20, min(5000, 200_000_000 // stored // min(tokens * TOP_K, EXPERTS))))
 
 
 if __name__ == "__main__":
