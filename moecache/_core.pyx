@@ -41,8 +41,8 @@ cdef extern from "_hazard.h" nogil:
     void moe_learn(double *w, double *A, const float *x, const uint8_t *first, int n, int low, int high, int f, double decay)
 
 cdef extern from "_forecast.h" nogil:
-    enum: MOE_HALVES
-    void moe_read(float *out, const uint16_t *weights, const float *state, int r, int n)
+    enum: MOE_PADDED
+    void moe_read(float *out, const int8_t *weights, const float *scale, const float *state, int r, int n)
     void moe_add_halves(float *out, const uint16_t *weights, int n)
     void moe_write(float *kept, float *state, const float *written, const float *usual, int r, float a)
     void moe_log_ratio(float *out, const float *average, const float *prior, int n)

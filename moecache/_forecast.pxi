@@ -6,11 +6,21 @@ cdef enum:
     FED_ROWS = 512
 
 
-cdef object padded_halves(object array):
-    # float16 [..., n] as uint16 with the last axis padded to whole registers; what is below float16's normal numbers is zero.
-    room = -array.shape[array.ndim - 1] % MOE_HALVES
-    array = np.where(np.abs(array) < np.float16(2.0 ** -14), np.float16(0), array)
-    return np.ascontiguousarray(np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, room)])).view(np.uint16)
+cdef object padded(object array):
+    # The last axis padded to whole registers.
+    return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, -array.shape[array.ndim - 1] % MOE_PADDED)])
+
+
+cdef object halves(object array):
+    # float16 as its bits; what is below its normal numbers is zero.
+    return np.ascontiguousarray(np.where(np.abs(array) < np.float16(2.0 ** -14), np.float16(0), array)).view(np.uint16)
+
+
+cdef object bytes_of(object array):
+    # float16 [..., r, n] as int8 and float32 scales [..., n]. An eighth of a thousandth of an expert's largest weight is far
+    # below what fitting knows of it, and half the bytes are half the time.
+    scale = np.abs(array.astype(np.float32)).max(axis=array.ndim - 2) / 127 + np.float32(1e-30)
+    return np.rint(array / np.expand_dims(scale, array.ndim - 2)).astype(np.int8), scale.astype(np.float32)
 
 
 cdef class ForecastWeights:
@@ -20,7 +30,9 @@ cdef class ForecastWeights:
     cdef int64_t gids
     cdef readonly object source
     cdef float[::1] decay, prior
-    cdef uint16_t[::1] write, use_read, ahead_read, pairs
+    cdef uint16_t[::1] write, pairs
+    cdef int8_t[::1] use_read, ahead_read
+    cdef float[::1] use_scale, ahead_scale
     cdef float[:, :, ::1] usual
     cdef float[:, ::1] use_bias, use_weights, ahead_gain, ahead_bias, ahead_weights
     cdef int64_t[::1] place   # of a layer's padded block of one row, ascending
@@ -35,21 +47,21 @@ cdef class ForecastWeights:
         self.scales, self.rank, self.distances = source.write.shape[0], source.write.shape[2], source.ahead_gain.shape[0]
         self.rectified = source.rectified
         self.decay, self.prior = np.array(source.decay, np.float32), np.array(source.prior, np.float32)
-        write = padded_halves(source.write)
+        write = halves(padded(source.write))
         self.width, self.write = write.shape[2], write.reshape(-1)
         rows = [slice(begin[i], begin[i + 1]) for i in range(self.layers)]
         usual = [np.einsum("smr,m->sr", source.write[:, own].astype(np.float64), source.prior[own]) for own in rows]
         self.usual = np.pad(np.stack(usual, 1), ((0, 0), (0, 0), (0, self.width - self.rank))).astype(np.float32)
-        uses = [padded_halves(np.moveaxis(source.use_read[:, own], 1, 2)) for own in rows]
-        self.room = np.array([block.shape[2] for block in uses], np.int32)
+        uses = [bytes_of(padded(np.moveaxis(source.use_read[:, own], 1, 2))) for own in rows]
+        aheads = [bytes_of(padded(source.ahead_read[own].T)) for own in rows]
+        self.room = np.array([scale.shape[1] for _, scale in uses], np.int32)
         self.place = np.concatenate([[0], np.cumsum(self.room)]).astype(np.int64)
-        self.use_read = np.concatenate([block.reshape(-1) for block in uses])
-        self.ahead_read = np.concatenate([padded_halves(source.ahead_read[own].T).reshape(-1) for own in rows])
+        self.use_read, self.use_scale = (np.concatenate([x[i].reshape(-1) for x in uses]) for i in range(2))
+        self.ahead_read, self.ahead_scale = (np.concatenate([x[i].reshape(-1) for x in aheads]) for i in range(2))
         self.use_bias, self.use_weights = np.array(source.use_bias, np.float32), np.array(source.use_weights, np.float32)
         self.ahead_gain, self.ahead_bias = np.array(source.ahead_gain, np.float32), np.array(source.ahead_bias, np.float32)
         self.ahead_weights = np.array(source.ahead_weights, np.float32)
-        pairs = np.where(np.abs(source.ahead_pairs) < np.float16(2.0 ** -14), np.float16(0), source.ahead_pairs)
-        self.pairs = np.ascontiguousarray(np.append(pairs, np.float16(0))).view(np.uint16)
+        self.pairs = np.append(halves(source.ahead_pairs), np.uint16(0))
         sizes = [experts * np.roll(experts, -d) for d in range(1, self.distances + 1)]
         self.pair_place = (np.cumsum(sizes) - np.ravel(sizes)).reshape(self.distances, self.layers)
 
@@ -113,10 +125,11 @@ cdef class ForecastState:
         """Log odds [6, experts] of the layer's hazards."""
         cdef ForecastWeights w = self.weights
         cdef int32_t begin = self.store.layer_offset[layer], n = self.store.experts[layer], room = w.room[layer], i
-        cdef const uint16_t *read = &w.use_read[INTERVALS * w.rank * w.place[layer]]
+        cdef const int8_t *read = &w.use_read[INTERVALS * w.rank * w.place[layer]]
+        cdef const float *scale = &w.use_scale[INTERVALS * w.place[layer]]
         for i in range(INTERVALS):
             memcpy(&self.work[0], &w.use_bias[i, begin], n * sizeof(float))
-            moe_read(&self.work[0], read + <Py_ssize_t> i * w.rank * room, &self.state[0], w.rank, room)
+            moe_read(&self.work[0], read + <Py_ssize_t> i * w.rank * room, scale + i * room, &self.state[0], w.rank, room)
             moe_add_logs(&self.work[0], &self.logs[0, begin], w.gids, &w.use_weights[i, 0], w.scales - 1, n)
             memcpy(out + <Py_ssize_t> i * n, &self.work[0], n * sizeof(float))
 
@@ -129,7 +142,8 @@ cdef class ForecastState:
         for j in range(w.rank):
             self.written[j] = self.state[j] * w.ahead_gain[d, j]
         memcpy(&self.work[0], &w.ahead_bias[d, begin], n * sizeof(float))
-        moe_read(&self.work[0], &w.ahead_read[w.rank * w.place[target]], &self.written[0], w.rank, room)
+        moe_read(&self.work[0], &w.ahead_read[w.rank * w.place[target]], &w.ahead_scale[w.place[target]], &self.written[0],
+                 w.rank, room)
         moe_add_logs(&self.work[0], &self.logs[0, begin], w.gids, &w.ahead_weights[d, 0], w.scales - 1, n)
         for j in range(k):
             if ids[j] >= 0:
