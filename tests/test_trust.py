@@ -29,6 +29,9 @@ def requests(trace: Trace, numbers: np.ndarray) -> Trace:
         experts=trace.experts[rows],
         request=request.astype(np.int32),
         decode=trace.decode[rows],
+        forward=None,
+        counted=None,
+        weights=None,
         request_group=None,
     )
 
