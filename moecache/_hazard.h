@@ -168,29 +168,60 @@ static void moe_solve(const double *A, double *g, int f) {
     }
 }
 
+/* Experts whose sums are taken at a time, and partial sums that a register holds. */
+enum { MOE_BATCH = 64, MOE_PARTIAL = 16 };
+
+MOE_INLINE double moe_dot(const float *restrict a, const float *restrict b) {
+    float part[MOE_PARTIAL] = {0};
+    double sum = 0;
+    for (int e = 0; e < MOE_BATCH; e += MOE_PARTIAL)
+        for (int i = 0; i < MOE_PARTIAL; i++) part[i] += a[e + i] * b[e + i];
+    for (int i = 0; i < MOE_PARTIAL; i++) sum += part[i];
+    return sum;
+}
+
+/* Adds up gradient g [f + 1] and curvature A [f + 1, f + 1] (lower triangle) of a logistic model's cross-entropy: see
+ * moe_learn. */
+MOE_CLONES static void moe_gradient(double *restrict g, double *restrict A, const double *restrict w,
+                                    const float *restrict x, const uint8_t *restrict first, int n, int low, int high,
+                                    int f) {
+    float row[MOE_WIDEST_MODEL][MOE_BATCH], error[MOE_BATCH], curvature[MOE_BATCH], weighted[MOE_BATCH];
+    for (int base = 0; base < n; base += MOE_BATCH) {
+        const int m = n - base < MOE_BATCH ? n - base : MOE_BATCH;
+        memset(row, 0, sizeof row);
+        memset(weighted, 0, sizeof weighted);
+        for (int e = 0; e < m; e++) row[0][e] = 1;
+        for (int i = 0; i < f; i++) memcpy(row[i + 1], x + (ptrdiff_t)i * n + base, sizeof(float) * (size_t)m);
+        for (int i = 0; i <= f; i++)
+            for (int e = 0; e < MOE_BATCH; e++) weighted[e] += (float)w[i] * row[i][e];
+        for (int e = 0; e < MOE_BATCH; e++) {
+            const float p = moe_sigmoid(weighted[e]);
+            error[e] = p;
+            curvature[e] = p * (1 - p);
+        }
+        for (int e = 0; e < m; e++) {
+            const int used = first[base + e], asked = used == 0 || used > low;
+            error[e] = asked ? error[e] - (used > low && used <= high) : 0;
+            curvature[e] = asked ? curvature[e] : 0;
+        }
+        for (int e = m; e < MOE_BATCH; e++) error[e] = curvature[e] = 0;
+        for (int i = 0; i <= f; i++) {
+            g[i] += moe_dot(error, row[i]);
+            for (int e = 0; e < MOE_BATCH; e++) weighted[e] = curvature[e] * row[i][e];
+            for (int j = 0; j <= i; j++) A[i * (f + 1) + j] += moe_dot(weighted, row[j]);
+        }
+    }
+}
+
 /* One online Newton step of a logistic model on n experts of which those used first in (low, high] visits are the
  * positives and those used before are out. w [f + 1], A [f + 1, f + 1], x [f, n], first [n] (0: not used yet). Older
  * curvature fades by `decay`. Steps and weights are bounded: whatever is routed, they stay finite. */
 static void moe_learn(double *w, double *A, const float *x, const uint8_t *first, int n, int low, int high, int f,
                       double decay) {
-    double g[MOE_WIDEST_MODEL] = {0}, row[MOE_WIDEST_MODEL];
+    double g[MOE_WIDEST_MODEL] = {0};
     const int width = f + 1;
     for (int i = 0; i < width * width; i++) A[i] *= decay;
-    for (int e = 0; e < n; e++) {
-        if (first[e] > 0 && first[e] <= low) continue;
-        double z = w[0];
-        row[0] = 1;
-        for (int i = 0; i < f; i++) {
-            row[i + 1] = x[(ptrdiff_t)i * n + e];
-            z += w[i + 1] * row[i + 1];
-        }
-        const double p = 1 / (1 + exp(-(z < -15 ? -15 : z > 15 ? 15 : z)));
-        const double error = p - (first[e] > 0 && first[e] <= high), curvature = p * (1 - p);
-        for (int i = 0; i < width; i++) {
-            g[i] += error * row[i];
-            for (int j = 0; j <= i; j++) A[i * width + j] += curvature * row[i] * row[j];
-        }
-    }
+    moe_gradient(g, A, w, x, first, n, low, high, f);
     moe_solve(A, g, width);
     for (int i = 0; i < width; i++) {
         const double step = g[i] < -0.5 ? -0.5 : g[i] > 0.5 ? 0.5 : g[i], next = w[i] - step;
