@@ -2,9 +2,9 @@
 
     python bench/bench_tiny.py [--rate 50e6 100e6] [--capacity 0.25] [--rounds 3] [--json FILE]
 
-The model answers the prompts of ``examples/tiny_moe/prompts.json`` in plain torch (``examples/handwritten.py``), greedily. Two prompts of
-each kind are recorded and fitted to; the third is decoded by every rule, in turn, `rounds` times. Its first tokens, the prompts' own passes,
-are not timed. Every rule but the last two has the same history; all write the same tokens, which is checked.
+The model answers the prompts of ``examples/tiny_moe/prompts.json`` in plain torch (``examples/handwritten.py``), greedily. Two
+prompts of each kind are recorded and fitted to; the first is decoded by every rule, in turn, `rounds` times. The prompts' own passes
+are not timed. Every rule has the same history; all write the same tokens, which is checked.
 """
 
 from __future__ import annotations

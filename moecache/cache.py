@@ -136,7 +136,12 @@ class ExpertCache:
         self._moved: dict[str, int] = {}
         self._copies: CudaCopies | None = None
         self._recorder: Recorder | None = None
-        self._build(Pool(bank.kinds, slots, self.device))
+        try:
+            self._build(Pool(bank.kinds, slots, self.device))
+        except BaseException:
+            if self._learner is not None:
+                self._learner.close()
+            raise
         self._say_if_small()
         if self._learner is not None:
             self._learner.watch(self)

@@ -73,16 +73,15 @@ class Learner:
         self._recording = True
         self._fit = _Fit()
         self._hold()
-        for leftover in (*folder.glob("*.part"), *folder.glob("*.tmp")):
-            leftover.unlink(missing_ok=True)
-        self._parts = self._read_parts()
-        fitted = self._newest_fit()
-        # The log's end when the last fit was begun; a token count, like every name in the folder.
-        self._tried = 0 if fitted is None else _number(fitted)
-        if fitted is not None:
-            earlier = History.load(fitted, history.fingerprint).forecaster
-            if history.forecaster is None:
-                history.forecaster = earlier
+        try:
+            for leftover in (*folder.glob("*.part"), *folder.glob("*.tmp")):
+                leftover.unlink(missing_ok=True)
+            self._parts = self._read_parts()
+            # The log's end when the last fit was begun; a token count, like every name in the folder.
+            self._tried = self._take_earlier()
+        except BaseException:
+            self._held.close()
+            raise
 
     def _hold(self) -> None:
         try:
@@ -105,8 +104,15 @@ class Learner:
             parts[path] = trace.tokens, trace.requests
         return parts
 
-    def _newest_fit(self) -> Path | None:
-        return max(self.folder.glob("fitted-*.history"), default=None)
+    def _take_earlier(self) -> int:
+        # Up to which token an earlier run has fitted.
+        fitted = max(self.folder.glob("fitted-*.history"), default=None)
+        if fitted is None:
+            return 0
+        forecaster = History.load(fitted, self.history.fingerprint).forecaster
+        if self.history.forecaster is None:
+            self.history.forecaster = forecaster
+        return _number(fitted)
 
     def watch(self, cache: ExpertCache) -> None:
         """End the fit under way when the cache is collected, or the interpreter ends, without ``close()``."""
@@ -141,7 +147,7 @@ class Learner:
             self._turn.release()
 
     def close(self) -> None:
-        """End the fit under way and keep what was recorded: the next run in this folder goes on from there."""
+        """End the fit under way and keep what was recorded: the next run in this folder begins it again."""
         if os.getpid() != self._owner:
             return
         with self._turn:

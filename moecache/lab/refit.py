@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import time
-from pathlib import Path
 
 import torch
 
@@ -27,7 +26,6 @@ def main(arguments: list[str]) -> None:
     owner, measured, settings, target, *traces = arguments
     threading.Thread(target=_end_with, args=(int(owner),), daemon=True).start()
     torch.set_num_threads(1)
-    checkpoint = Path(target).with_name("fit.checkpoint")
     try:
         result = fit(
             [read_trace(path) for path in traces],
@@ -35,12 +33,10 @@ def main(arguments: list[str]) -> None:
             add=False,
             max_tokens=int(measured),
             device="cpu",
-            checkpoint=checkpoint,
         )
         result.history.save(target)
     except (MoeCacheError, OSError) as error:
         sys.exit(str(error))
-    checkpoint.unlink(missing_ok=True)
     print(result.report)
 
 
