@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from moecache import ExpertBank, ExpertCache, Fingerprint, History, Request
+from moecache.forecaster import Forecaster
 
 LAYERS, EXPERTS, TOP_K, STORED = 26, 64, 6, 1_000
 
@@ -125,6 +126,65 @@ def test_route_of_a_predictable_model(benchmark, prefetch: bool) -> None:
         stats = cache.stats()
         benchmark.extra_info["misses_per_step"] = round(stats.misses / stats.steps, 2)
         benchmark.extra_info["prefetches_per_step"] = round(stats.prefetch_issued / stats.steps, 2)
+
+
+def forecaster(fingerprint: Fingerprint, rank: int, distances: int) -> Forecaster:
+    """Weights of the right sizes that foresee nothing."""
+    random = np.random.default_rng(0)
+    experts = np.array(fingerprint.num_experts)
+    total, pairs = int(experts.sum()), sum(int((experts * np.roll(experts, -d)).sum()) for d in range(1, distances + 1))
+    half = lambda *shape: random.normal(0, 0.05, shape).astype(np.float16)  # noqa: E731
+    return Forecaster(
+        fingerprint=fingerprint,
+        decay=np.array([1, 0.45, 0.2, 0.02], np.float32),
+        prior=np.full(total, 0.05, np.float32),
+        rectified=rank // 2,
+        write=half(4, total, rank),
+        use_read=half(6, total, rank),
+        use_bias=np.full((6, total), -2, np.float32),
+        use_weights=np.full((6, 3), 0.3, np.float32),
+        ahead_read=half(total, rank),
+        ahead_gain=np.ones((distances, rank), np.float32),
+        ahead_bias=np.full((distances, total), -9, np.float32),
+        ahead_weights=np.full((distances, 3), 0.1, np.float32),
+        ahead_pairs=half(pairs),
+    )
+
+
+@pytest.mark.benchmark(group="route() and what it foresees, all hits, half of all experts on the device")
+@pytest.mark.parametrize("layers, experts, top_k", [(26, 64, 6), (61, 256, 8)], ids=["26x64", "61x256"])
+@pytest.mark.parametrize("known", ["counts, demand", "counts", "forecaster"])
+def test_route_with_a_forecaster(benchmark, layers: int, experts: int, top_k: int, known: str) -> None:
+    """From counts without looking ahead, with, and from a forecaster of rank 96 that looks 4 layers ahead."""
+    one = ExpertBank.from_tensors([{"weight": torch.zeros(experts, 4)} for _ in range(layers)])
+    history = History(Fingerprint.of(one, top_k), STORED)
+    random = np.random.default_rng(0)
+    for _ in range(STORED):
+        history.add(np.zeros(layers * experts, np.int64), random.poisson(1, layers * experts), 100)
+    if known == "forecaster":
+        history.forecaster = forecaster(history.fingerprint, 96, 4)
+    hot = [random.permutation(experts)[: 2 * top_k] for _ in range(layers)]
+    todo = cycle(
+        [
+            (layer, torch.from_numpy(random.permutation(hot[layer])[None, :top_k].copy()))
+            for _ in range(30)
+            for layer in range(layers)
+        ]
+    )
+    cache = ExpertCache(one, 0.5, history=history, top_k=top_k, prefetch=known != "counts, demand")
+    with cache, cache.request() as request:
+
+        def step() -> None:
+            layer, ids = next(todo)
+            with request.route(layer, ids):
+                pass
+
+        for _ in range(layers * 40):
+            step()
+        cache.reset_stats()
+        benchmark(step)
+        benchmark.extra_info["hit_rate"] = round(cache.stats().hit_rate, 4)
+        benchmark.extra_info["prefetches_per_step"] = round(cache.stats().prefetch_issued / cache.stats().steps, 3)
 
 
 @pytest.mark.benchmark(group="route() of a large model, 61x256, k = 8, 10,000 stored requests, 8 requests at once")
