@@ -152,7 +152,7 @@ def forecaster(fingerprint: Fingerprint, rank: int, distances: int) -> Forecaste
 
 
 @pytest.mark.benchmark(group="route() and what it foresees, all hits, half of all experts on the device")
-@pytest.mark.parametrize("layers, experts, top_k", [(26, 64, 6), (61, 256, 8)], ids=["26x64", "61x256"])
+@pytest.mark.parametrize(("layers", "experts", "top_k"), [(26, 64, 6), (61, 256, 8)], ids=["26x64", "61x256"])
 @pytest.mark.parametrize("known", ["counts, demand", "counts", "forecaster"])
 def test_route_with_a_forecaster(benchmark, layers: int, experts: int, top_k: int, known: str) -> None:
     """From counts without looking ahead, with, and from a forecaster of rank 96 that looks 4 layers ahead."""
