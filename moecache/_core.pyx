@@ -119,6 +119,7 @@ include "_step.pxi"
 include "_forecast.pxi"
 include "_hazard.pxi"
 include "_store.pxi"
+include "_request.pxi"
 include "_prefetch.pxi"
 
 
