@@ -6,14 +6,17 @@ memory is host memory, and torch's current stream is one that executes on the ca
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import gc
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import types
+from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -47,6 +50,9 @@ class CaptureMode(IntEnum):
     cudaStreamCaptureModeThreadLocal = 1
     cudaStreamCaptureModeRelaxed = 2
 
+
+NOTHING = {"events": 0, "streams": 0, "registrations": 0, "allocations": 0}
+"""What is held when all has been given back."""
 
 COUNTS = ("events", "streams", "registrations", "violations", "locked", "pageable", "capture_broken", "allocations")
 
@@ -260,3 +266,14 @@ def reference_sum(data: NDArray[np.uint8]) -> int:
     for byte in data.tobytes():
         total = (total * 1099511628211 + byte + 1) % 2**64
     return total
+
+
+@contextlib.contextmanager
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """The stand-in in place of the real modules, with nothing left over from the test before or for the one after."""
+    fake = FakeCuda()
+    fake.install(monkeypatch)
+    fake.reset()
+    yield fake
+    fake.reset()
+    gc.collect()

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_cuda import FakeCuda, reference_sum
+from fake_cuda import NOTHING, FakeCuda, installed, reference_sum
 from numpy.typing import NDArray
 
 from moecache import cuda
@@ -30,17 +30,12 @@ pytestmark = pytest.mark.timeout(60)
 WAIT = 20.0
 NBYTES = 10_001
 DEVICE = 1
-NOTHING = {"events": 0, "streams": 0, "registrations": 0, "allocations": 0}
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    fake = FakeCuda()
-    fake.install(monkeypatch)
-    fake.reset()
-    yield fake
-    fake.reset()
-    gc.collect()
+    with installed(monkeypatch) as fake:
+        yield fake
 
 
 @dataclass

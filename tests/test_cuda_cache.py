@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeCuda
+from fake_cuda import NOTHING, FakeCuda, installed
 
 import moecache
 from moecache import cuda
@@ -27,24 +27,19 @@ pytestmark = pytest.mark.timeout(120)
 
 TINY = Path(__file__).parent.parent / "examples" / "tiny_moe" / "model"
 LAYERS, EXPERTS, TOP_K = 6, 16, 4
-NOTHING = {"events": 0, "streams": 0, "registrations": 0, "allocations": 0}
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    fake = FakeCuda()
-    fake.install(monkeypatch)
-    fake.reset()
+    with installed(monkeypatch) as fake:
 
-    def copies_for(cache: moecache.ExpertCache, sources: Any) -> cuda.CudaCopies:
-        made = cuda.copies_for(sources, torch.device("cuda", 1), cache.capacity, cache.bank)
-        fake.delay(150)
-        return made
+        def copies_for(cache: moecache.ExpertCache, sources: Any) -> cuda.CudaCopies:
+            made = cuda.copies_for(sources, torch.device("cuda", 1), cache.capacity, cache.bank)
+            fake.delay(150)
+            return made
 
-    monkeypatch.setattr(moecache.ExpertCache, "_copies_for", copies_for)
-    yield fake
-    fake.reset()
-    gc.collect()
+        monkeypatch.setattr(moecache.ExpertCache, "_copies_for", copies_for)
+        yield fake
 
 
 def weights_of(seed: int = 0) -> list[torch.Tensor]:
@@ -300,7 +295,7 @@ last = []
 atexit.register(lambda: last[0]())  # registered before any finalizer: it runs after them all
 import gc, os, sys
 import pytest, torch
-from fake_cuda import FakeCuda
+from fake_cuda import NOTHING, FakeCuda, installed
 import moecache
 from moecache import cuda
 

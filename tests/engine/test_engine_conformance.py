@@ -204,10 +204,7 @@ def test_a_stalled_copy_is_not_complete_before_it_says_so(backend: Backend, land
     assert world.holds(0, 0)
 
 
-def test_closing_frees_what_is_stalled(backend: Backend) -> None:
-    world = backend.simple(4, 3000, 4, faults={"stall_at": 1}, chunk_bytes=1000)
-    tenancies = world.prefetch(*((source, source, 1.0) for source in range(4)))
-    held_back(world, 1)
+def close_under_a_waiter(world: World, tenancies: list[tuple[int, int]]) -> None:
     caught: list[BaseException] = []
 
     def work() -> None:
@@ -222,6 +219,13 @@ def test_closing_frees_what_is_stalled(backend: Backend) -> None:
     world.engine.close()
     waiter.join(WAIT)
     assert len(caught) == 1
+
+
+def test_closing_frees_what_is_stalled(backend: Backend) -> None:
+    world = backend.simple(4, 3000, 4, faults={"stall_at": 1}, chunk_bytes=1000)
+    tenancies = world.prefetch(*((source, source, 1.0) for source in range(4)))
+    held_back(world, 1)
+    close_under_a_waiter(world, tenancies)
     assert not world.complete.any()
 
 
@@ -268,20 +272,7 @@ def test_closing_works_while_paused(backend: Backend) -> None:
     world = backend.simple(2, 3000, 2)
     world.engine.pause(WAIT)
     tenancies = world.fetch((0, 0), (1, 1))
-    caught: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            world.wait_all(tenancies)
-        except ClosedError as error:
-            caught.append(error)
-
-    waiter = threading.Thread(target=work)
-    waiter.start()
-    until(lambda: "callers wait" in world.engine.describe())
-    world.engine.close()
-    waiter.join(WAIT)
-    assert len(caught) == 1
+    close_under_a_waiter(world, tenancies)
     with pytest.raises(ClosedError):
         world.engine.resume()
 
