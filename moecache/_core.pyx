@@ -28,6 +28,10 @@ cdef extern from "_match.h" nogil:
                   int width, const int32_t *experts, int n, int k, double prior)
 
 cdef extern from "_hazard.h" nogil:
+    enum:
+        INTERVALS "MOE_INTERVALS"
+        FEATURES_SEEN "MOE_FEATURES"
+        HORIZON "MOE_HORIZON"
     const int *moe_edge
     void moe_features(float *out, const float *slow, const float *fast, const float *prior, const double *lift,
                       const float *matched, int n)
@@ -80,7 +84,6 @@ cdef double PRIOR_TOKENS = 16.0
 cdef enum:
     MAX_SUCCESSION = 128
     LEARNED_ROWS = 512
-cdef double FAR = 1e300
 
 cdef enum:
     LRU, LFU, EXPECTED_NEXT_USE, COUNTS, MOE_INFINITY, USER, BELADY

@@ -1,9 +1,6 @@
 # Included by _core.pyx: the chance that an expert is used within each of the coming token intervals, from counts, with
 # logistic weights that are learned as requests run.
 
-cdef enum:
-    INTERVALS = 6, FEATURES_SEEN = 5, HORIZON = 32
-
 # What counts say before anything was learned: rounded from two models' traces. Rows: intervals; columns: bias, then the log
 # odds of slow, fast and prior, the log of the lift, the log odds of the match (see moe_features).
 cdef object FIRST_WEIGHTS = np.array([
@@ -96,7 +93,6 @@ cdef class Outlook:
     cdef HistoryStore store
     cdef float[:, ::1] hazard
     cdef float[::1] now, outside, matched, work, kept, kept_outside
-    cdef double[::1] lift
     cdef uint8_t[::1] first
     cdef int16_t[::1] age   # visits since the snapshot; below 0: visits until one is taken
     cdef bint trusting
@@ -106,9 +102,8 @@ cdef class Outlook:
         self.store = store
         self.hazard = np.zeros((INTERVALS, gids), np.float32)
         self.now, self.matched = np.zeros(FEATURES_SEEN * widest, np.float32), np.zeros(widest, np.float32)
-        self.work = np.zeros((INTERVALS + 2) * widest, np.float32)
+        self.work = np.zeros(2 * widest, np.float32)
         self.kept = np.zeros(FEATURES_SEEN * gids, np.float32)
-        self.lift = np.zeros(2 * widest)
         self.first = np.zeros(gids, np.uint8)
         self.age = -1 - (7 * np.arange(store.num_layers) % HORIZON).astype(np.int16)
 
