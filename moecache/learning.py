@@ -24,8 +24,9 @@ from .history import History
 if TYPE_CHECKING:
     import torch
 
-    from .cache import ExpertCache, Request
+    from .cache import ExpertCache
     from .lab.record import Recorder
+    from .request import Request
 
 __all__ = ["LOG_TOKENS", "Learner"]
 
@@ -158,6 +159,7 @@ class Learner:
 
     def _open(self, cache: ExpertCache) -> Recorder | None:
         from .lab.record import Recorder
+    from .request import Request
 
         try:
             self._recorder = Recorder(cache, self.folder / "log.safetensors")

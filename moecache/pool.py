@@ -90,7 +90,8 @@ class Pool:
         pool.kinds, pool.device, pool.slots = self.kinds, self.device, tuple(slots)
         pool.first_slot = _first_slots(pool.slots)
         pool.tensors = tuple(
-            {name: tensor[:n] for name, tensor in tensors.items()} for n, tensors in zip(slots, self.tensors, strict=True)
+            {name: tensor[:n] for name, tensor in tensors.items()}
+            for n, tensors in zip(slots, self.tensors, strict=True)
         )
         return pool
 

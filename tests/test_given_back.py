@@ -164,18 +164,26 @@ class alarm:
         signal.signal(signal.SIGALRM, self.before)
 
 
+def closer(cache: ExpertCache) -> Callable[[int, FrameType | None], None]:
+    return lambda *_: cache.close()
+
+
+def use_for_ever(cache: ExpertCache, draw: random.Random) -> None:
+    while True:
+        with cache.request() as request:
+            for n in range(6):
+                run(request, n % 2, [[n, (n + 3) % 8]])
+            if draw.random() < 0.2:
+                cache.resize(draw.randint(3, 8))
+
+
 @pytest.mark.failure("E18")
 def test_a_signal_handler_may_close_the_cache_at_any_moment(bank: ExpertBank) -> None:
     draw = random.Random(7)
     for _ in range(150):
         cache = ExpertCache(bank, 4, top_k=2)
-        with alarm(draw.uniform(1e-4, 8e-3), lambda *_: cache.close()), pytest.raises(ClosedError):
-            while True:
-                with cache.request() as request:
-                    for n in range(6):
-                        run(request, n % 2, [[n, (n + 3) % 8]])
-                    if draw.random() < 0.2:
-                        cache.resize(draw.randint(3, 8))
+        with alarm(draw.uniform(1e-4, 8e-3), closer(cache)), pytest.raises(ClosedError):
+            use_for_ever(cache, draw)
         assert cache._core.pinned() == 0
         assert cache._engine.closed
 
@@ -226,10 +234,9 @@ def test_a_request_in_two_threads_at_once_is_refused_or_right(bank: ExpertBank) 
             for n in range(200):
                 try:
                     run(request, n % 2, [[n % 8, (n + 1) % 8]])
-                except RoutingError as error:
-                    assert "another thread" in str(error)
                 except BaseException as error:
-                    unexpected.append(error)
+                    if not (isinstance(error, RoutingError) and "another thread" in str(error)):
+                        unexpected.append(error)
 
         threads = [threading.Thread(target=steps) for _ in range(2)]
         for thread in threads:

@@ -20,7 +20,8 @@ import torch
 from ..history import Fingerprint, whole_file
 
 if TYPE_CHECKING:
-    from ..cache import ExpertCache, Request
+    from ..cache import ExpertCache
+    from ..request import Request
 
 __all__ = ["Recorder"]
 

@@ -377,19 +377,16 @@ def test_a_hundred_thousand_operations_of_two_threads_with_poisoned_free_slots(b
     assert counters["failed"] == 0
 
 
-@pytest.mark.parametrize("helping", [False, True])
-def test_python_goes_on_while_a_call_waits(backend: Backend, helping: bool) -> None:
+@pytest.mark.failure("29")
+def test_python_goes_on_while_a_call_waits(backend: Backend) -> None:
     """A thread that ticks every millisecond ends the wait after fifty ticks; with the GIL held they would never come."""
-    if helping and backend.asynchronous:
-        pytest.skip("no caller copies over an asynchronous link")
-    chunks = 2 if helping else 1
-    world = backend.simple(1, chunks * 1000, 1, faults={"stall_at": 1}, chunk_bytes=1000)
+    world = backend.simple(1, 1000, 1, faults={"stall_at": 1}, chunk_bytes=1000)
     tenancies = world.fetch((0, 0))
     held_back(world, 1)
     ticks = []
 
     def tick() -> None:
-        held_back(world, chunks)  # the caller has begun to copy the second one
+        held_back(world, 1)
         for _ in range(50):
             time.sleep(0.001)
             ticks.append(int(world.complete[0]))
@@ -401,7 +398,7 @@ def test_python_goes_on_while_a_call_waits(backend: Backend, helping: bool) -> N
     ticker.join()
     assert ticks == [0] * 50
     assert world.holds(0, 0)
-    assert settle(world)["helped"] == int(helping)
+    assert settle(world)["helped"] == 0  # a link that may stand still is left to the I/O threads
 
 
 def test_several_engines_at_once(backend: Backend) -> None:
