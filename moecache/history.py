@@ -292,7 +292,7 @@ class History:
             forecaster = Forecaster.from_tensors(found, file.forecaster) if file.forecaster else None
             history = cls(fingerprint or found, file.capacity if capacity is None else capacity)
         except (ForecasterError, MemoryError) as error:
-            raise HistoryFormatError(f"{path}: {error or 'not enough memory for it'}") from error
+            raise HistoryFormatError(f"{path}: {str(error) or 'not enough memory for it'}") from error
         history._fill(file.tensors, file.tokens)
         history.forecaster = forecaster
         return history
@@ -326,7 +326,9 @@ class History:
 
     def _check(self, other: Fingerprint, what: str, expected: Fingerprint | None = None) -> None:
         if not self.fingerprint.fits(other):
-            raise _another_model(what, expected or self.fingerprint, self.fingerprint if expected is not None else other)
+            raise _another_model(
+                what, expected or self.fingerprint, self.fingerprint if expected is not None else other
+            )
 
 
 def _another_model(what: str, expected: Fingerprint, found: Fingerprint) -> HistoryFormatError:

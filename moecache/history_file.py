@@ -100,7 +100,9 @@ def _fingerprint(text: str) -> tuple[tuple[int, ...], int, str]:
     if fault is not None:
         raise ValueError(fault)
     if type(top_k) is not int or not 0 <= top_k <= MOST_TOP_K or not isinstance(digest, str) or len(digest) > 256:
-        raise ValueError(f"top-k {brief(top_k)}, digest {brief(digest)}; expected at most {MOST_TOP_K}, and a short string")
+        raise ValueError(
+            f"top-k {brief(top_k)}, digest {brief(digest)}; expected at most {MOST_TOP_K}, and a short string"
+        )
     return tuple(experts), top_k, digest
 
 

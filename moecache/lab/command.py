@@ -22,11 +22,12 @@ from ..errors import HistoryFormatError, PolicyError
 from ..forecaster import HORIZONS
 from ..history import History, write_atomically
 from ..policy import Score, score
+from .counts import Counts, holds_counts
 from .fit import FitResult, Settings, fit
 from .link import MODELS, PROFILES, TimedResult, expert_nbytes_of, profile_from, replay_timed, stand_in
 from .recall import RecallResult, recall
 from .replay import Result, passes_of, replay, resolve_any
-from .trace import Counts, Trace, check_same_model, merge, read_tensors, read_trace
+from .trace import Trace, check_same_model, merge, read_trace
 
 __all__ = ["Outcome", "application"]
 
@@ -390,13 +391,16 @@ def _describe(trace: Trace) -> Iterator[tuple[str, str]]:
 
 def _history(path: Path, trace: Trace) -> History:
     # A history of its own format, or activation counts; either must be of the trace's model.
-    metadata, tensors = read_tensors(path)
-    history = Counts.read(path).history() if "counts" in tensors else History.load(path)
+    history = _known(path)
     try:
-        check_same_model(trace, history.fingerprint, metadata.get("model", "a history"), str(path))
+        check_same_model(trace, history.fingerprint, "a history", str(path))
     except ValueError as error:
         raise HistoryFormatError(str(error)) from error
     return history
+
+
+def _known(path: Path) -> History:
+    return Counts.read(path).history() if holds_counts(path) else History.load(path)
 
 
 def _capacities(text: str) -> list[int | float]:
