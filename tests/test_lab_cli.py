@@ -59,7 +59,7 @@ def test_rows(trace_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         "--json",
         out,
     )
-    rows = json.loads(out.read_text())
+    rows = json.loads(out.read_text())["rows"]
     assert [(r["policy"], r["capacity_experts"]) for r in rows] == [
         (p, n) for p in ("lru", "counts", "belady-bypass") for n in (6, 10)
     ]
@@ -87,7 +87,7 @@ def test_clock_recall_and_page(trace_path: Path, tmp_path: Path) -> None:
     out, report = tmp_path / "rows.json", tmp_path / "report.html"
     common = ("replay", trace_path, "--capacity", "0.5", "--policy", "lru,belady", "--expert-bytes", 1 << 20)
     run(*common, "--link", "pcie4-24,nvme", "--recall", "--report", report, "--json", out, "--max-tokens", 20)
-    rows = json.loads(out.read_text())
+    rows = json.loads(out.read_text())["rows"]
     assert [link["link"] for link in rows[0]["links"]] == ["pcie4-24", "nvme"]
     assert rows[0]["bytes_per_token"] > 0
     page = report.read_text()
@@ -99,7 +99,7 @@ def test_clock_recall_and_page(trace_path: Path, tmp_path: Path) -> None:
 def test_recall_rows(trace_path: Path, tmp_path: Path) -> None:
     out = tmp_path / "recall.json"
     run("replay", trace_path, "--recall", "--json", out)
-    rows = json.loads(out.read_text())
+    rows = json.loads(out.read_text())["recall"]
     assert {row["distance"] for row in rows} == {0, 1, 2}
     assert all(0 <= row["recall@k"] <= row["recall@1.5k"] <= row["recall@2k"] <= 1 for row in rows)
 
@@ -108,7 +108,7 @@ def test_a_score_from_a_file(trace_path: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def oldest(age):\n    return age\n")
     out = tmp_path / "rows.json"
     run("replay", trace_path, "--policy", f"lru,{tmp_path / 'mine.py'}:oldest", "--capacity", "8", "--json", out)
-    lru, mine = json.loads(out.read_text())
+    lru, mine = json.loads(out.read_text())["rows"]
     assert mine["policy"] == "oldest"
     assert mine["hits"] == lru["hits"]
 
@@ -125,7 +125,7 @@ def test_history_files(trace_path: Path, tmp_path: Path, capsys: pytest.CaptureF
     history.save(tmp_path / "toy.history")
     for name in ("counts.safetensors", "toy.history"):
         run("replay", trace_path, "--history", tmp_path / name, "--policy", "moe-infinity", "--json", out)
-        assert json.loads(out.read_text())
+        assert json.loads(out.read_text())["rows"]
     History(Fingerprint((9, 9), 2, ""), 5).save(tmp_path / "other.history")
     assert "another model" in refused(capsys, "replay", trace_path, "--history", tmp_path / "other.history")
 

@@ -32,6 +32,7 @@ def requests(trace: Trace, numbers: np.ndarray) -> Trace:
         forward=None,
         counted=None,
         weights=None,
+        token=None,
         request_group=None,
     )
 

@@ -132,7 +132,7 @@ def _per_layer(path: Path, stated: np.ndarray | None, given: int | None, experts
         raise TraceFormatError(
             f"{path}: num_experts is {stated.dtype} {stated.shape}; expected 1 or {layers} whole numbers"
         )
-    return tuple(int(n) for n in np.broadcast_to(stated.reshape(-1), (layers,)))
+    return tuple(map(int, np.broadcast_to(stated.reshape(-1), (layers,))))
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
