@@ -158,7 +158,7 @@ def fuzz(name: str, original: bytes, read: Callable[[Path], None], folder: Path)
 
     @given(data=changed(original))
     @settings(
-        max_examples=EXAMPLES if not SECONDS else 2000,
+        max_examples=EXAMPLES if not SECONDS else 200,
         deadline=None,
         database=None,
         derandomize=not SECONDS,
