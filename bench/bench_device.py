@@ -31,7 +31,7 @@ import moecache
 from moecache._engine import Engine, Sources
 from moecache.history import Fingerprint
 from moecache.lab import Trace, read_trace
-from moecache.lab.replay import copy_history, trained_history
+from moecache.lab.replay import trained_history
 from moecache.lab.schedule import split_requests
 
 TINY = Path(__file__).parent.parent / "examples" / "tiny_moe" / "model"
@@ -531,7 +531,7 @@ def decode(results: Results, name: str, device: torch.device, small: bool, trace
     history = trained_history(replace(trace, metadata={"digest": digest}), known)
     for run, cached, options in RUNS:
         cache = moecache.ExpertCache(
-            model.bank, cached, device=device, top_k=shape.top_k, history=copy_history(history), timeout=WAIT, **options
+            model.bank, cached, device=device, top_k=shape.top_k, history=history.copy(), timeout=WAIT, **options
         )
         with cache, through(cache) as start:
             if cached == 1.0:

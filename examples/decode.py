@@ -10,6 +10,7 @@ Needs ``moecache[hf]``; ``--compare`` also shows accelerate's disk offload where
 
 import argparse
 import importlib.util
+import io
 import json
 import resource
 import subprocess
@@ -220,7 +221,12 @@ def before_and_after(
 ) -> tuple[list[dict[str, Any]], Written]:
     """Decode; record other prompts and fit; decode again, with what the requests alone tell and with the forecaster."""
     asked = {prompt for batch in batches.values() for prompt in batch}
-    others = [prompt for kind in json.loads(PROMPTS.read_text()).values() for prompt in kind if prompt not in asked]
+    others = [
+        prompt
+        for kind in json.loads(PROMPTS.read_text(encoding="utf-8")).values()
+        for prompt in kind
+        if prompt not in asked
+    ]
 
     def known() -> moecache.History | None:
         return moecache.History.load(args.history) if args.history and args.history.exists() else None
@@ -351,10 +357,10 @@ def read_prompts(args: argparse.Namespace) -> dict[str, list[str]]:
         return {"prompt" if len(args.prompt) == 1 else f"batch of {len(args.prompt)} prompts": args.prompt}
     if args.prompt_file:
         try:
-            return {args.prompt_file.name: [args.prompt_file.read_text()]}
+            return {args.prompt_file.name: [args.prompt_file.read_text(encoding="utf-8")]}
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"--prompt-file: {error}") from error
-    return {kind: prompts[:1] for kind, prompts in json.loads(PROMPTS.read_text()).items()}
+    return {kind: prompts[:1] for kind, prompts in json.loads(PROMPTS.read_text(encoding="utf-8")).items()}
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -400,7 +406,7 @@ def run(argv: list[str]) -> int:
         facts["identical"] = identical(ours, write(load_resident(args), tokenizer, batches, args, quiet=True))
     print("\n" + table([*rows, *(compare(argv) if args.compare else [])]))
     if args.json:
-        args.json.write_text(json.dumps({key: facts[key] for key in JSON_KEYS}, indent=2) + "\n")
+        args.json.write_text(json.dumps({key: facts[key] for key in JSON_KEYS}, indent=2) + "\n", encoding="utf-8")
     if args.check:
         same = facts["identical"]
         print(
@@ -413,6 +419,10 @@ def run(argv: list[str]) -> int:
 
 
 def main() -> int:
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal without a sign of the answer shows its number.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         return run(sys.argv[1:])
     except (InputError, moecache.errors.MoeCacheError, OSError) as error:

@@ -32,7 +32,7 @@ class TinyMoE:
     """
 
     def __init__(self, folder: Path, **cache_options) -> None:
-        self.config = json.loads((folder / "config.json").read_text())
+        self.config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         self.weights = {}
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, "pt") as shard:

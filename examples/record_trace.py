@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--capacity", type=float, default=0.5, help="fraction of the experts kept")
     arguments = parser.parse_args()
 
-    found = json.loads(Path(arguments.prompts).read_text())
+    found = json.loads(Path(arguments.prompts).read_text(encoding="utf-8"))
     prompts = [text for texts in found.values() for text in texts] if isinstance(found, dict) else found
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     model = moecache.load(arguments.model, capacity=arguments.capacity)

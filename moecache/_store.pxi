@@ -19,6 +19,8 @@ cdef enum:
 # Most best matches that can be asked for at once.
 cdef enum:
     MAX_BEST = 16
+# Tokens of all requests together, and of one expert: what a file may say (tensorfile.MOST_TOKENS), far from wrapping.
+cdef int64_t MOST_TOKENS = 1LL << 53
 # A float32 score is this close to its true value, with room to spare: three roundings of 2^-24.
 cdef double NEARLY = 1 - 1.0 / (1 << 21)
 
@@ -83,7 +85,7 @@ cdef class HistoryStore:
         self.inverse_norm = np.zeros(self.stride, np.float32)
         self.square = np.zeros(self.stride, np.float64)
         self.square_view = self.square
-        self.written = np.full(capacity, -1, np.int64)
+        self.written = np.zeros(capacity, np.int64)
         self.written_view = self.written
         self.row_inverse = np.zeros((capacity, self.num_layers), np.float32)
         self.prompt_counts = np.zeros((capacity, self.num_gids), np.uint16)
@@ -266,17 +268,17 @@ cdef class HistoryStore:
                 other.refresh(entry)
         finally:
             pthread_rwlock_unlock(&self.guard)
-        self.total += joined
-        self.tokens += tokens
+        np.minimum(self.total + joined, MOST_TOKENS, out=self.total)
+        self.tokens = min(self.tokens + tokens, MOST_TOKENS)
         return entry
 
-    def restore(self, total, int64_t tokens, transitions, origins, successions, followed):
+    def restore(self, total, tokens, transitions, origins, successions, followed):
         """Put back what `add` and the requests had accumulated, after the entries were added again.
 
         Counts may be larger than the store's own: those of a layer are halved together until they fit.
         """
-        self.total[:] = total
-        self.tokens = tokens
+        self.total[:] = np.minimum(total, MOST_TOKENS)
+        self.tokens = min(tokens, MOST_TOKENS)
         for layer in range(self.num_layers):
             first, end = self.layer_offset[layer], self.layer_offset[layer + 1]
             following = self.layer_offset[(layer + 1) % self.num_layers + 1] - self.layer_offset[(layer + 1) % self.num_layers]

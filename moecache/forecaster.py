@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .errors import ForecasterError
+from .tensorfile import brief
 
 if TYPE_CHECKING:
     from .history import Fingerprint
@@ -119,7 +120,9 @@ class Forecaster:
         wanted = [f.name for f in fields(cls) if f.name != "fingerprint"]
         missing, unknown = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
         if missing or unknown:
-            raise ForecasterError(f"a forecaster lacks {missing}, and has {unknown} that it should not; fit it again")
+            raise ForecasterError(
+                f"a forecaster lacks {missing}, and has {brief(unknown)} that it should not; fit it again"
+            )
         found: dict[str, Any] = dict(tensors)
         if found["rectified"].shape != (1,) or found["rectified"].dtype != np.int32:
             raise ForecasterError("a forecaster's `rectified` is not one whole number; fit it again")
@@ -142,6 +145,8 @@ def _check(forecaster: Forecaster) -> None:
         )
     scales, _, rank = f.write.shape
     distances, intervals = f.ahead_gain.shape[0], len(HORIZONS)
+    if not 0 < distances < layers + (layers == 1):  # before anything is summed over them
+        raise ForecasterError(f"a forecaster looks {distances} layers ahead in a model of {layers}")
     pairs = sum(experts[i] * experts[(i + d) % layers] for d in range(1, distances + 1) for i in range(layers))
     half, single = np.float16, np.float32
     expected: dict[str, tuple[tuple[int, ...], type]] = {
@@ -173,8 +178,6 @@ def _check(forecaster: Forecaster) -> None:
         )
     if not 0 <= f.rectified <= rank:
         raise ForecasterError(f"{f.rectified} of {rank} components of a forecaster's state cannot be rectified")
-    if not 0 < distances < layers + (layers == 1):
-        raise ForecasterError(f"a forecaster looks {distances} layers ahead in a model of {layers}")
 
 
 def wait_beyond(hazards: np.ndarray) -> np.ndarray:

@@ -7,25 +7,22 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ._core import ForecastWeights, HistoryStore, OnlineWeights, RequestState
+from ._core import ForecastWeights, HistoryStore, RequestState
 from .errors import ForecasterError, HistoryFormatError
 from .forecaster import Forecaster
+from .history_file import FORECASTER, FORMAT, LEARNED, VERSION, check_room, read_history
+from .tensorfile import shape_fault
 
 if TYPE_CHECKING:
     from .bank import ExpertBank
 
 __all__ = ["Fingerprint", "History"]
-
-_FORMAT, _VERSION = "moecache.history", "2"
-# Counts of what followed what, in the order of HistoryStore.restore.
-_LEARNED = ("transitions", "origins", "successions", "followed")
-_FORECASTER = "forecaster."  # before the names of its arrays
 
 
 class Fingerprint(NamedTuple):
@@ -66,6 +63,9 @@ class History:
     def __init__(self, fingerprint: Fingerprint, capacity: int = 1000) -> None:
         if capacity < 1:
             raise HistoryFormatError(f"a history of {capacity} requests cannot match anything: expected at least 1")
+        fault = shape_fault([int(n) for n in fingerprint.num_experts], fingerprint.top_k)
+        if fault is not None:
+            raise HistoryFormatError(f"no history can be kept of a model with {fault}")
         self.fingerprint = fingerprint
         self.store = HistoryStore(np.array(fingerprint.num_experts, np.int32), capacity)
 
@@ -203,7 +203,7 @@ class History:
         for other in others:
             self._check(other.fingerprint, "the history to merge")
         store, theirs = self.store, [other.store for other in others]
-        learned = [sum((getattr(s, name).astype(np.int64) for s in theirs), getattr(store, name)) for name in _LEARNED]
+        learned = [sum((getattr(s, name).astype(np.int64) for s in theirs), getattr(store, name)) for name in LEARNED]
         total = sum((s.total for s in theirs), np.array(store.total))
         tokens = sum((s.tokens for s in theirs), store.tokens)
         prompt = np.concatenate([store.prompt_counts[: store.size], *(s.prompt_counts[s.order()] for s in theirs)])
@@ -239,33 +239,30 @@ class History:
         """Write a safetensors file, under a temporary name first: a reader never sees half of one."""
         from safetensors.numpy import save
 
-        store, order = self.store, self.store.order()
+        weights = {} if self.forecaster is None else self.forecaster.tensors()
         data = save(
             {
-                # Oldest first: entries that are read one after the other are as old as their place says.
-                "prompt": store.prompt_counts[order],
-                "decode": store.decode_counts[order],
-                "total": store.total,
-                **{name: getattr(store, name) for name in _LEARNED},
-                **{f"online.{name}": value for name, value in store.weights.arrays().items()},
-                **{
-                    _FORECASTER + name: np.ascontiguousarray(array)
-                    for name, array in (self.forecaster.tensors() if self.forecaster is not None else {}).items()
-                },
+                **self._arrays(),
+                **{FORECASTER + name: np.ascontiguousarray(array) for name, array in weights.items()},
             },
             metadata={
-                "format": _FORMAT,
-                "version": _VERSION,
+                "format": FORMAT,
+                "version": VERSION,
                 "fingerprint": json.dumps(self.fingerprint),
-                "tokens": str(store.tokens),
-                "capacity": str(store.capacity),
+                "tokens": str(self.store.tokens),
+                "capacity": str(self.capacity),
             },
         )
         write_atomically(Path(path), data)
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str], fingerprint: Fingerprint | None = None, capacity: int | None = None
+        cls,
+        path: str | os.PathLike[str],
+        fingerprint: Fingerprint | None = None,
+        capacity: int | None = None,
+        *,
+        expected_capacity: int = 0,
     ) -> History:
         """Read a file written by :meth:`save`, whole or not at all.
 
@@ -275,6 +272,8 @@ class History:
             Of the model it shall serve.
         capacity : int, optional
             Requests kept from now on; by default as many as when it was saved.
+        expected_capacity : int
+            So many are believed of any file; more only where they take less than 1 GiB, or than 64 times the file.
 
         Raises
         ------
@@ -282,108 +281,66 @@ class History:
             Not a history, cut short, of another model, or with numbers that cannot be.
         FileNotFoundError
         """
-        metadata, tensors = _read(Path(path))
+        path = Path(path)
+        file = read_history(path)
+        found = Fingerprint(file.num_experts, file.top_k, file.digest)
+        if fingerprint is not None and not found.fits(fingerprint):
+            raise _another_model(f"{path}", fingerprint, found)
+        if capacity is None and file.capacity > expected_capacity:
+            check_room(path, file.capacity, sum(found.num_experts))
         try:
-            experts, top_k, digest = json.loads(metadata["fingerprint"])
-            found = Fingerprint(tuple(int(n) for n in experts), int(top_k), str(digest))
-            tokens, kept = int(metadata["tokens"]), int(metadata["capacity"])
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise HistoryFormatError(f"{path}: damaged metadata ({error}); make the history again") from error
-        _check_tensors(path, found.num_experts, tokens, tensors)
-        forecaster = _forecaster(path, found, tensors)
-        try:
-            history = cls(found, capacity or kept)
-        except (ValueError, OverflowError, MemoryError) as error:
-            raise HistoryFormatError(f"{path}: room for {kept} requests cannot be made ({error})") from error
-        if fingerprint is not None:
-            history._check(fingerprint, f"{path}", expected=fingerprint)
-            history.fingerprint = fingerprint
-        store = history.store
-        for prompt, decode in zip(tensors["prompt"], tensors["decode"], strict=True):
-            store.add(prompt, decode, 0)
-        store.restore(tensors["total"], tokens, *(tensors[name] for name in _LEARNED))
-        for name, value in store.weights.arrays().items():
-            value[:] = tensors[f"online.{name}"]
+            forecaster = Forecaster.from_tensors(found, file.forecaster) if file.forecaster else None
+            history = cls(fingerprint or found, file.capacity if capacity is None else capacity)
+        except (ForecasterError, MemoryError) as error:
+            raise HistoryFormatError(f"{path}: {str(error) or 'not enough memory for it'}") from error
+        history._fill(file.tensors, file.tokens)
         history.forecaster = forecaster
         return history
 
+    def copy(self) -> History:
+        """A history of its own with the same contents."""
+        history = History(self.fingerprint, self.capacity)
+        history._fill(self._arrays(), self.store.tokens)
+        history.forecaster = self.forecaster
+        return history
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        # What a file holds, but for the forecaster.
+        store, order = self.store, self.store.order()
+        return {
+            # Oldest first: entries that are read one after the other are as old as their place says.
+            "prompt": store.prompt_counts[order],
+            "decode": store.decode_counts[order],
+            "total": store.total,
+            **{name: getattr(store, name) for name in LEARNED},
+            **{f"online.{name}": value for name, value in store.weights.arrays().items()},
+        }
+
+    def _fill(self, arrays: Mapping[str, np.ndarray], tokens: int) -> None:
+        # Into a new history, what `_arrays` gave.
+        for prompt, decode in zip(arrays["prompt"], arrays["decode"], strict=True):
+            self.store.add(prompt, decode, 0)
+        self.store.restore(arrays["total"], tokens, *(arrays[name] for name in LEARNED))
+        for name, value in self.store.weights.arrays().items():
+            value[:] = arrays[f"online.{name}"]
+
     def _check(self, other: Fingerprint, what: str, expected: Fingerprint | None = None) -> None:
         if not self.fingerprint.fits(other):
-            found = self.fingerprint if expected is not None else other
-            raise HistoryFormatError(
-                f"{what} is of another model: expected {expected or self.fingerprint}; found {found}. Use a file of its "
-                "own for each model"
+            raise _another_model(
+                what, expected or self.fingerprint, self.fingerprint if expected is not None else other
             )
+
+
+def _another_model(what: str, expected: Fingerprint, found: Fingerprint) -> HistoryFormatError:
+    return HistoryFormatError(
+        f"{what} is of another model: expected {expected}; found {found}. Use a file of its own for each model"
+    )
 
 
 def matched_counts(prompt: np.ndarray, decode: np.ndarray) -> np.ndarray:
     """What a store compares: tokens of prompt and answer together, at most 65535 of an expert."""
     joined: np.ndarray = np.minimum(prompt.astype(np.int32) + decode, 65535)
     return joined
-
-
-def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    from safetensors import SafetensorError, safe_open
-
-    if not path.exists():
-        raise FileNotFoundError(f"no history at {path}")
-    try:
-        with safe_open(path, "np") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError, TypeError) as error:
-        raise HistoryFormatError(f"{path} is not a whole history file ({error}); make the history again") from error
-    if metadata.get("format") != _FORMAT or metadata.get("version") != _VERSION:
-        raise HistoryFormatError(
-            f"{path}: expected format {_FORMAT} version {_VERSION}, found {metadata.get('format')} version "
-            f"{metadata.get('version')}"
-        )
-    return metadata, tensors
-
-
-def _forecaster(path: str | os.PathLike[str], fingerprint: Fingerprint, tensors: dict[str, Any]) -> Forecaster | None:
-    arrays = {name.removeprefix(_FORECASTER): x for name, x in tensors.items() if name.startswith(_FORECASTER)}
-    if not arrays:
-        return None
-    try:
-        return Forecaster.from_tensors(fingerprint, arrays)
-    except ForecasterError as error:
-        raise HistoryFormatError(f"{path}: {error}") from error
-
-
-def _check_tensors(
-    path: str | os.PathLike[str], num_experts: tuple[int, ...], tokens: int, tensors: dict[str, Any]
-) -> None:
-    # Before anything of the file's sizes is allocated.
-    if tokens < 0 or not num_experts or min(num_experts) < 1:
-        raise HistoryFormatError(f"{path}: {tokens} tokens, layers of {num_experts} experts; make the history again")
-    requests, experts = np.shape(tensors.get("prompt", ()))[:1], sum(num_experts)
-    following = (*num_experts[1:], num_experts[0])
-    expected: dict[str, tuple[tuple[int, ...], Any]] = {
-        "prompt": ((*requests, experts), np.uint16),
-        "decode": ((*requests, experts), np.uint16),
-        "total": ((experts,), np.int64),
-        "transitions": ((sum(a * b for a, b in zip(num_experts, following, strict=True)),), np.uint32),
-        "origins": ((experts,), np.uint32),
-        "successions": ((sum(n * n for n in num_experts),), np.uint32),
-        "followed": ((experts,), np.uint32),
-        **{f"online.{name}": (value.shape, value.dtype) for name, value in OnlineWeights().arrays().items()},
-    }
-    for name, (shape, dtype) in expected.items():
-        tensor = tensors.get(name)
-        if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
-            got = "nothing" if tensor is None else f"{tensor.dtype} {tensor.shape}"
-            raise HistoryFormatError(
-                f"{path}: expected {name} of {np.dtype(dtype)} {shape}, found {got}; make the history again"
-            )
-    fault = OnlineWeights.faults({name: tensors[f"online.{name}"] for name in OnlineWeights().arrays()})
-    if fault is not None:
-        raise HistoryFormatError(f"{path}: weights learned online: {fault}; make the history again")
-    counts = tensors["prompt"].astype(np.int64) + tensors["decode"]
-    if not counts.any(1).all() or (tensors["total"] < counts.sum(0)).any():
-        raise HistoryFormatError(
-            f"{path}: empty requests, or fewer tokens over all requests than in those kept; make the history again"
-        )
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -420,7 +377,7 @@ def open_history(
         return History(fingerprint, capacity), None
     path = Path(history)
     if path.exists():
-        return History.load(path, fingerprint), path
+        return History.load(path, fingerprint, expected_capacity=capacity), path
     if not path.parent.is_dir():
         raise HistoryFormatError(f"no folder {path.parent} to keep the history {path.name} in")
     return History(fingerprint, capacity), path

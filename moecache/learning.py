@@ -302,7 +302,7 @@ def _number(path: Path) -> int:
 
 def _last_line(path: Path) -> str:
     try:
-        return (path.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+        return (path.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it said nothing"])[-1]
     except OSError as error:
         return str(error)
 

@@ -181,6 +181,8 @@ def test_a_request_without_routing_is_not_stored() -> None:
     assert (store.size, store.finished, store.tokens) == (0, 0, 0)
 
 
+@pytest.mark.failure("47", "48")
+@pytest.mark.failure("47")
 def test_an_empty_store_and_an_empty_request_have_similarity_zero() -> None:
     store = HistoryStore(np.array([3, 2], np.int32), 6)
     assert loaded(store, np.ones(5, np.int64)).similarities().shape == (0,)
@@ -209,6 +211,7 @@ def test_wrong_number_of_counts_is_refused() -> None:
     assert store.size == 0
 
 
+@pytest.mark.failure("48")
 @given(stores(largest=20), st.data())
 @settings(SETTINGS, max_examples=40)
 def test_the_running_match_equals_a_search_from_scratch(
@@ -520,6 +523,7 @@ def test_a_long_prompt_is_grouped_the_same_way() -> None:
         call_route(core, core.begin_request(), 0, ids)
 
 
+@pytest.mark.failure("38")
 @pytest.mark.parametrize("bad", [-2, 8, 10**9, -(10**12), 2**31, 2**32, 2**63 - 1])
 def test_ids_out_of_range_change_nothing(bad: int) -> None:
     core = make_core((8, 8), 4)
@@ -544,6 +548,8 @@ def test_ids_out_of_range_change_nothing(bad: int) -> None:
         call_route(core, request, 1, [[bad]])
 
 
+@pytest.mark.failure("38")
+@pytest.mark.failure("37")
 @pytest.mark.parametrize("layer", [-1, 2, 10**6])
 def test_a_layer_out_of_range_is_refused(layer: int) -> None:
     core = make_core((8, 8), 4)
@@ -574,6 +580,7 @@ def test_a_sentinel_counts_as_padding_only_when_named() -> None:
         call_route(core, request, 0, np.array([[255, 0]], np.uint8))
 
 
+@pytest.mark.failure("39")
 @pytest.mark.parametrize("shape", [(0, 2), (3, 0), (0, 0)])
 def test_empty_batches(shape: tuple[int, int]) -> None:
     core = make_core((4,), 4)

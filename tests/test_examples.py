@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -123,6 +124,23 @@ def test_prompt_file_policy_and_history(decode: ModuleType, tmp_path: Path, caps
     out = capsys.readouterr().out
     assert "int " in out
     assert "moecache lru" in out
+
+
+@pytest.mark.failure("G24")
+def test_a_prompt_in_utf8_where_the_locale_is_ascii(tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("Der B\u00e4r \u2603", encoding="utf-8")
+    plain = {
+        **os.environ,
+        "PYTHONUTF8": "0",
+        "LC_ALL": "C",
+        "LANG": "C",
+        "PYTHONPATH": str(EXAMPLES.parent),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, str(EXAMPLES / "decode.py"), "--prompt-file", str(prompt), "--max-new-tokens", "4"]
+    done = subprocess.run(command, env=plain, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode(errors="replace")
 
 
 def test_fit_shows_before_and_after(decode: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -291,6 +291,7 @@ def test_fingerprints_tell_models_apart() -> None:
     assert "2 layers of 8 experts, top-2" in str(base)
 
 
+@pytest.mark.failure("56")
 @pytest.mark.parametrize(
     "other",
     [
@@ -440,6 +441,7 @@ def test_tensors_of_a_type_that_numpy_lacks_are_refused(tmp_path: Path) -> None:
         History.load(path)
 
 
+@pytest.mark.failure("58")
 def test_pickles_are_not_read(tmp_path: Path) -> None:
     path = tmp_path / "a.history"
     torch.save({"prompt": torch.zeros(3)}, path)
@@ -508,3 +510,88 @@ def test_saving_beside_the_working_directory(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     filled(1).save("a.history")
     assert len(History.load("a.history")) == 1
+
+
+@pytest.mark.failure("I35b")
+@pytest.mark.parametrize(
+    "change",
+    [
+        say("capacity", str(300_000_000)),
+        say("tokens", str(10**20)),
+        say("tokens", str(2**63 - 1)),
+        say("tokens", "9" * 5000),
+        say("tokens", "\u0661"),
+        say("fingerprint", "[" * 3000 + "]" * 3000),
+        say("fingerprint", [[4, 3, 5.0], 2, "abc"]),
+        say("fingerprint", [[4, 3, True], 2, "abc"]),
+        say("fingerprint", [[4, 3, 5], 10**9, "abc"]),
+        say("fingerprint", [[4, 3, 5], 2, "a" * 100_000]),
+        say("fingerprint", [[65_536], 2, "abc"]),
+        say("fingerprint", [[1] * 200_000, 2, "abc"]),
+        put("total", lambda t: t + 2**62),
+        lambda tensors, metadata: tensors.update({"x" * 1000: np.zeros(1)}),
+    ],
+)
+def test_numbers_that_a_file_may_not_claim(tmp_path: Path, change: Change) -> None:
+    path = tmp_path / "a.history"
+    filled(3).save(path)
+    tensors, metadata = load_file(path), {"format": "moecache.history", "version": "2"}
+    metadata |= {"fingerprint": json.dumps(MODEL), "tokens": "50", "capacity": "10"}
+    change(tensors, metadata)
+    save_file(tensors, path, metadata)
+    with pytest.raises(HistoryFormatError) as refused:
+        History.load(path)
+    assert len(str(refused.value)) < 600 + len(str(path))
+
+
+@pytest.mark.failure("I35b")
+def test_room_that_a_file_claims_is_given_when_it_was_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "a.history"
+    filled(3).save(path)
+    metadata = {"format": "moecache.history", "version": "2", "fingerprint": json.dumps(MODEL), "tokens": "50"}
+    save_file(load_file(path), path, {**metadata, "capacity": "20_000_000".replace("_", "")})
+    with pytest.raises(HistoryFormatError, match="pass the capacity"):
+        History.load(path)
+    assert History.load(path, capacity=5).capacity == 5
+    assert History.load(path, expected_capacity=20_000_000).capacity == 20_000_000
+
+
+@pytest.mark.failure("I35b")
+def test_arrays_of_8_bit_floats_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file as load_torch
+    from safetensors.torch import save_file as save_torch
+
+    path = tmp_path / "a.history"
+    filled(3).save(path)
+    tensors = load_torch(path)
+    tensors["online.counts"] = tensors["online.counts"].to(torch.float8_e4m3fn)
+    save_torch(tensors, path, {"format": "moecache.history", "version": "2"})
+    with pytest.raises(HistoryFormatError, match="F8_E4M3"):
+        History.load(path)
+
+
+@pytest.mark.failure("I35b")
+def test_counters_stop_instead_of_wrapping(tmp_path: Path) -> None:
+    path, most = tmp_path / "a.history", 2**53
+    filled(3).save(path)
+    tensors = load_file(path)
+    tensors["total"] = np.full(12, most)
+    metadata = {"format": "moecache.history", "version": "2", "fingerprint": json.dumps(MODEL), "capacity": "10"}
+    save_file(tensors, path, {**metadata, "tokens": str(most)})
+    history = History.load(path)
+    history.add(np.ones(12, np.int64), np.ones(12, np.int64), 5)
+    other = history.copy()
+    history.merge(other)
+    history.save(path)
+    assert_same(History.load(path), history)
+    assert history.store.tokens == most
+
+
+def test_a_copy_is_the_same_and_apart() -> None:
+    history = filled(4)
+    copy = history.copy()
+    assert_same(history, copy)
+    copy.add(np.ones(12, np.int64), np.ones(12, np.int64), 5)
+    copy.store.weights.counts[:] = 0
+    assert (len(history), len(copy)) == (4, 5)
+    assert history.store.weights.counts.any()

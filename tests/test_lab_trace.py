@@ -107,6 +107,7 @@ def test_csv_cut_within_a_token(tmp_path: Path) -> None:
             read_trace(cut)
 
 
+@pytest.mark.failure("38")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -174,12 +175,13 @@ def test_tensors_that_are_missing_or_of_another_kind(tmp_path: Path) -> None:
         (['{"layer": 0, "token": 0, "experts": [1.5]}'], "line 1: .* whole numbers"),
         (['{"layer": 0, "token": 0, "experts": [1]}'] * 2, "line 2: .* has layer 0 already"),
         (
-            [
-                '{"layer": 0, "token": 0, "experts": [1], "request": 1}',
-                '{"layer": 0, "token": 0, "experts": [1], "request": 0}',
-            ],
-            "line 2 goes back",
+            ['{"layer": 0, "token": 0, "experts": [1]}', '{"layer": 1, "token": 0, "experts": [1], "decode": 0}'],
+            "line 2: .* prompt and answer both",
         ),
+        (["[" * 3000 + "]" * 3000], "line 1 is not JSON: nested"),
+        (['{"layer": 0, "token": 0, "experts": [1], "request": 1.5}'], "line 1: request"),
+        (['{"layer": 0, "token": 100000000000000000000, "experts": [1]}'], "line 1: .* at most"),
+        (['{"layer": 3, "token": 0, "experts": [1]}', '{"layer": 4, "token": 1, "experts": [1]}'], "lacks layer 4"),
         (['{"layer": -1, "token": 0, "experts": [1]}'], "negative"),
         (['{"layer": 0, "token": 0, "experts": [99999]}'], "out of range"),
         ([""], "no line routes"),
@@ -197,8 +199,8 @@ def test_damaged_json_lines(lines: list[str], message: str, tmp_path: Path) -> N
     [
         ("layer,token\n0,0\n", "line 1: expected the columns"),
         ("layer,token,experts\n0,0\n", "line 2: expected 3 values"),
-        ("layer,token,experts\n0,x,1 2\n", "line 2: invalid literal"),
-        ("layer,token,experts\n0,0,1 2\n0,1,1 a\n", "line 3: invalid literal"),
+        ("layer,token,experts\n0,x,1 2\n", "line 2: .* whole number"),
+        ("layer,token,experts\n0,0,1 2\n0,1,1 a\n", "line 3: .* whole number"),
     ],
 )
 def test_damaged_csv(text: str, message: str, tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def test_the_python_part_of_a_step_does_not_grow_with_the_model() -> None:
     assert max(large) <= max(small)
 
 
+@pytest.mark.failure("61")
 @pytest.mark.parametrize("missing", [1, 2, 5])
 def test_the_slots_are_ranked_once_for_all_that_a_step_misses(missing: int) -> None:
     looked: list[int] = []

@@ -14,7 +14,7 @@ from test_lab_replay import shared
 
 from moecache import Forecaster, History
 from moecache.lab import Settings, Trace, fit, replay
-from moecache.lab.replay import copy_history, trained_history
+from moecache.lab.replay import trained_history
 
 MOST_LOST = 0.005  # of the hit rate
 QUICK = Settings(rank=32, distances=1, epochs=1)
@@ -32,6 +32,7 @@ def requests(trace: Trace, numbers: np.ndarray) -> Trace:
         forward=None,
         counted=None,
         weights=None,
+        token=None,
         request_group=None,
     )
 
@@ -67,7 +68,7 @@ def gained(forecaster: Forecaster, played: Trace, known: Trace | None = None) ->
     history = History(played.fingerprint, 1000)
     if known is not None:
         history = trained_history(known, np.arange(known.requests))
-    believing = copy_history(history)
+    believing = history.copy()
     believing.forecaster = forecaster
     capacities = (0.1, 0.2, 0.3, 0.5)
     counts = replay(played, ["counts"], capacities, history=history)

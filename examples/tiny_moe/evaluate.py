@@ -115,7 +115,7 @@ hot quarter: share of activations that go to the {E // 4} busiest of a layer's {
     if args.samples:
         model.set_experts_implementation(stock)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
-        for kind, prompts in json.loads((Path(__file__).parent / "prompts.json").read_text()).items():
+        for kind, prompts in json.loads((Path(__file__).parent / "prompts.json").read_text(encoding="utf-8")).items():
             torch.manual_seed(0)
             ids = tokenizer(prompts[0], return_tensors="pt").input_ids
             out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=240)

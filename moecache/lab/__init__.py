@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from .counts import Counts
 from .fit import FitResult, Settings, fit
 from .replay import REPLAY_NAMES, Result, replay
 from .schedule import Schedule, schedule
-from .trace import Counts, Trace, merge, read_trace
+from .trace import Trace, merge, read_trace
 
 __all__ = [
     "REPLAY_NAMES",

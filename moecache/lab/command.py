@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import itertools
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from ..errors import HistoryFormatError, PolicyError
-from ..forecaster import HORIZONS
+from ..errors import FitError, HistoryFormatError, PolicyError
 from ..history import History, write_atomically
 from ..policy import Score, score
-from .fit import FitResult, Settings, fit
+from .counts import Counts, holds_counts
+from .fit import Settings, fit
 from .link import MODELS, PROFILES, TimedResult, expert_nbytes_of, profile_from, replay_timed, stand_in
+from .progress import progress
+from .provenance import provenance
 from .recall import RecallResult, recall
 from .replay import Result, passes_of, replay, resolve_any
-from .trace import Counts, Trace, check_same_model, merge, read_tensors, read_trace
+from .tables import print_fit, print_outcome
+from .trace import Trace, check_same_model, merge, read_trace
 
 __all__ = ["Outcome", "application"]
 
@@ -37,6 +36,7 @@ application = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
 traces = typer.Typer(help="Look at routing traces, convert and merge them.", no_args_is_help=True)
 application.add_typer(traces, name="trace")
@@ -44,11 +44,12 @@ application.add_typer(traces, name="trace")
 
 @application.command("replay")
 def replay_command(
+    context: typer.Context,
     paths: list[Path] = typer.Argument(..., metavar="TRACE...", help="Traces: .safetensors, .jsonl or .csv."),  # noqa: B008
     capacity: str = typer.Option("0.1,0.2,0.3,0.5", help="Experts, or fractions of all, separated by commas."),
     policy: list[str] = typer.Option([_POLICIES], help="Names separated by commas, or FILE.py:NAME for a score."),  # noqa: B008
     split: str = typer.Option(None, help="7/10: requests with number % 10 < 7 are history, the others are played."),
-    history: Path = typer.Option(None, help="What is known before: a history, or a file of activation counts."),  # noqa: B008
+    history: Path | None = typer.Option(None, help="What is known before: a history, or activation counts."),  # noqa: B008
     history_capacity: int = typer.Option(1000, min=1, help="Requests kept in the history."),
     link: list[str] = typer.Option([], help="Add a clock: a profile, or BYTES_PER_S,LATENCY_S."),  # noqa: B008
     profile: list[str] = typer.Option([], help="The same as --link."),  # noqa: B008
@@ -56,11 +57,13 @@ def replay_command(
     expert_bytes: int = typer.Option(None, min=1, help="Bytes of an expert, where the trace's model is not known."),
     stand_in_for: str = typer.Option(None, "--as", help="Stretch the routing to the shape of a model without a trace."),
     concurrency: int = typer.Option(None, min=1, help="Requests that take turns, one forward pass each."),
-    max_tokens: int = typer.Option(None, min=1, help="End after the first request that passes this many tokens."),
+    max_tokens: int = typer.Option(
+        None, min=1, help="Play requests from all over the trace, up to the first that passes this many tokens."
+    ),
     recall: bool = typer.Option(False, help="Measure what the predictors know of coming layers, instead of policies."),
     num_experts: int = typer.Option(None, min=1, help="Experts of a layer, for text traces."),
     json_path: Path = typer.Option(None, "--json", help="Write the rows as JSON."),  # noqa: B008
-    report: Path = typer.Option(None, help="Write a page with pictures (extra plot)."),  # noqa: B008
+    report: Path | None = typer.Option(None, help="Write a page with pictures (extra plot)."),  # noqa: B008
 ) -> None:
     """Play traces through policies, deciding as the runtime does."""
     job = _Job(
@@ -75,9 +78,22 @@ def replay_command(
         recall=recall,
         options={"split": split, "history_capacity": history_capacity, "max_tokens": max_tokens},
     )
+    _check_outputs(json_path, report)
+    if report is not None and not importlib.util.find_spec("matplotlib"):
+        raise PolicyError("--report draws pictures with matplotlib: pip install 'moecache[plot]'")
+    made = provenance(
+        context.obj or [],
+        [*paths, *([] if history is None else [history])],
+        policies=[p if isinstance(p, str) else p.__name__ for p in job.policies],
+        capacities=job.capacities,
+        links=job.links,
+        prefetch=prefetch,
+        concurrency=concurrency,
+        **job.options,
+    )
     try:
         outcomes = [_replay_one(path, num_experts, history, job) for path in paths]
-        _write(outcomes, job, json_path, report)
+        _write(outcomes, made, json_path, report)
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         sys.exit(130)
@@ -85,6 +101,7 @@ def replay_command(
 
 @application.command("fit")
 def fit_command(
+    context: typer.Context,
     paths: list[Path] = typer.Argument(..., metavar="TRACE...", help="Traces of one model."),  # noqa: B008
     history: Path = typer.Option(..., help="The history that gets the forecaster; made if there is none."),  # noqa: B008
     split: str = typer.Option(
@@ -96,21 +113,24 @@ def fit_command(
     epochs: int = typer.Option(None, min=1, help="At most so many passes over the tokens; by default by their number."),
     seed: int = typer.Option(0, min=0, help="The same seed on the same machine gives the same weights."),
     device: str = typer.Option(None, help="cpu or cuda; by default a GPU if there is one."),
-    max_tokens: int = typer.Option(10_000, min=1, help="Measure up to the first request that passes this many tokens."),
+    max_tokens: int = typer.Option(
+        10_000, min=1, help="Measure on requests from all over, up to the first that passes this many tokens."
+    ),
     num_experts: int = typer.Option(None, min=1, help="Experts of a layer, for text traces."),
     json_path: Path = typer.Option(None, "--json", help="Write what was measured as JSON."),  # noqa: B008
+    force: bool = typer.Option(False, "--force", help="Save a forecaster that hits less than the counts do, too."),
 ) -> None:
     """Fit the routing forecaster to traces, and keep it with a history.
 
     What was done so far stays beside the history (.fit) until the end: the same command goes on from there.
     """
+    _check_outputs(json_path, history)
     found = [read_trace(path, num_experts) for path in paths]
     known = _history(history, found[0]) if history.exists() else None
     checkpoint = history.with_name(f"{history.name}.fit")
-    from tqdm import tqdm
-
+    made = provenance(context.obj or [], [*paths, *([history] if history.exists() else [])], split=split, seed=seed)
     try:
-        with tqdm(desc=found[0].name, unit="chunk", disable=None, leave=False) as bar:
+        with progress(found[0].name, None, "chunks") as bar:
             result = fit(
                 found,
                 split=split,
@@ -126,8 +146,13 @@ def fit_command(
         print(f"interrupted; {history} is as it was, and the same command goes on from {checkpoint}", file=sys.stderr)
         sys.exit(130)
     if json_path is not None:
-        write_atomically(json_path, json.dumps(result.report.row(), indent=1).encode())
-    _print_fit(result)
+        _write_json(json_path, {"made": made, **result.report.row()})
+    print_fit(result)
+    if result.report.below_counts and not force:
+        raise FitError(
+            f"on requests it has not seen the forecaster hits less than the counts without it ({result.report}); {history} is as it was. "
+            f"More or more varied traces may do better; --force saves it all the same ({checkpoint} keeps the fit)"
+        )
     result.history.save(history)
     checkpoint.unlink(missing_ok=True)
     print(f"{history}: {len(result.history)} requests, forecaster of {result.forecaster.nbytes / 1e6:.1f} MB")
@@ -221,7 +246,7 @@ def _replay_one(path: Path, num_experts: int | None, history_path: Path | None, 
     history = None if history_path is None else _history(history_path, trace)
     outcome = Outcome(trace)
     nbytes = job.expert_nbytes or expert_nbytes_of(trace)
-    with _progress(trace.name, job.passes(trace)) as bar:
+    with progress(trace.name, job.passes(trace), "passes") as bar:
         options = {**job.options, "history": history, "progress": bar}
         turns = {**options, "concurrency": job.concurrency, "expert_nbytes": nbytes}
         if job.hits:
@@ -243,134 +268,35 @@ def _shaped(trace: Trace, shape: str | None) -> Trace:
     return stand_in(trace, MODELS[shape])
 
 
-@contextlib.contextmanager
-def _progress(name: str, passes: int) -> Iterator[Any]:
-    from tqdm import tqdm
-
-    with tqdm(total=passes, desc=name, unit="pass", disable=None, leave=False, delay=1.0) as bar:
-        yield bar
-
-
-def _write(outcomes: list[Outcome], job: _Job, json_path: Path | None, report: Path | None) -> None:
-    # Everything is computed before the first byte is written.
-    recalled = not job.hits
+def _write(outcomes: list[Outcome], made: dict[str, Any], json_path: Path | None, report: Path | None) -> None:
+    # Everything is computed before the first byte is written, and everything written before the first is shown.
     if json_path is not None:
-        rows = [row for o in outcomes for row in ([r.row() for r in o.recalled] if recalled else o.rows())]
-        write_atomically(json_path, json.dumps(rows, indent=1).encode())
+        rows = [row for o in outcomes for row in o.rows()]
+        recalled = [r.row() for o in outcomes for r in o.recalled]
+        _write_json(json_path, {"made": made, "rows": rows, "recall": recalled})
     if report is not None:
         from .report import page
 
-        write_atomically(report, page(outcomes).encode())
+        write_atomically(report, page(outcomes, made).encode("utf-8", "backslashreplace"))
     for outcome in outcomes:
-        _print(outcome, recalled)
+        print_outcome(outcome)
 
 
-def _print(outcome: Outcome, recalled: bool) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=160)
-    if recalled:
-        console.print(_recall_table(outcome))
-        return
-    results = outcome.results
-    title = f"{outcome.trace.name}: hits in %, {results[0].tokens:,} tokens of {len(results[0].request_hits)} requests"
-    console.print(_capacity_table(results, title, lambda r: f"{100 * r.hit_rate:.1f}"))
-    gaps = "share of the way from LRU to Belady, in %"
-    console.print(
-        _capacity_table(results, gaps, lambda r: "-" if r.gap_closed is None else f"{round(100 * r.gap_closed)}")
-    )
-    for link in dict.fromkeys(t.link for t in outcome.timed):
-        console.print(_link_table(outcome, link))
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    write_atomically(path, json.dumps(content, indent=1).encode())
 
 
-def _print_fit(result: FitResult) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=160)
-    report = result.report
-    seen = f"{report.tokens:,} tokens of {report.requests} requests"
-    console.print(
-        f"fitted to {report.training_tokens:,} tokens in {len(report.losses) - 1} passes; held-out loss "
-        + " ".join(f"{loss:.3f}" for loss in report.losses)
-    )
-    distances = range(1, len(report.recall) + 1)
-    table = _table(f"recall of the experts used, in %, {seen}", ["layer"], [f"{d} ahead" for d in distances])
-    for layer in range(report.recall.shape[1]):
-        table.add_row(str(layer), *(f"{100 * report.recall[d - 1, layer]:.0f}" for d in distances))
-    table.add_row("mean", *(f"{100 * report.recall_ahead(d):.1f}" for d in distances))
-    console.print(table)
-    ends = ["1", "2", *(f"{a + 1}-{b}" for a, b in itertools.pairwise(HORIZONS[1:]))]
-    table = _table("chance of use within so many visits, given none before", ["visits"], ends)
-    table.add_row("calibration error", *(f"{x:.3f}" for x in report.calibration_error))
-    console.print(table)
-    console.print(_capacity_table(report.hits, f"hits in %, {seen}", lambda r: f"{100 * r.hit_rate:.1f}"))
-    gaps = "share of the way from LRU to Belady, in %"
-    console.print(
-        _capacity_table(report.hits, gaps, lambda r: "-" if r.gap_closed is None else f"{round(100 * r.gap_closed)}")
-    )
-
-
-def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Any:
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
-    for name in left:
-        table.add_column(name, no_wrap=True)
-    for name in right:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def _capacity_table(results: Sequence[Result], title: str, value: Callable[[Result], str]) -> Any:
-    capacities = {r.capacity_experts: f"{r.capacity_experts:,}\n{r.fraction:.0%}" for r in results}
-    table = _table(title, ["policy"], list(capacities.values()))
-    for policy in dict.fromkeys(r.policy for r in results):
-        table.add_row(policy, *(value(r) for r in results if r.policy == policy))
-    return table
-
-
-def _link_table(outcome: Outcome, link: str) -> Any:
-    head = [
-        "experts",
-        "hit %",
-        "ms/token",
-        "without",
-        "floor",
-        "waiting %",
-        "idle link %",
-        "MB/token",
-        "useful",
-        "late",
-    ]
-    head += ["wasted", "wasted MB", "wasted %"]
-    table = _table(f"{outcome.trace.name} on {link}", ["policy"], head)
-    for t in outcome.timed:
-        if t.link == link:
-            table.add_row(
-                t.policy,
-                f"{t.capacity_experts:,}",
-                f"{100 * t.hit_rate:.1f}",
-                f"{1e3 * t.seconds / t.tokens:.2f}",
-                "-" if t.seconds_without is None else f"{1e3 * t.seconds_without / t.tokens:.2f}",
-                f"{1e3 * t.floor_s / t.tokens:.2f}",
-                f"{100 * t.stall_s / t.seconds:.0f}",
-                f"{100 * t.link_idle:.0f}",
-                f"{(t.bytes_demand + t.bytes_prefetch) / t.tokens / 1e6:.1f}",
-                f"{t.prefetch_useful:,}",
-                f"{t.prefetch_late:,}",
-                f"{t.prefetch_wasted:,}",
-                f"{t.bytes_wasted / t.tokens / 1e6:.1f}",
-                f"{100 * t.waste_share:.1f}",
-            )
-    return table
-
-
-def _recall_table(outcome: Outcome) -> Any:
-    title = f"{outcome.trace.name}: recall of the experts used, in %"
-    table = _table(title, ["target", "predictor"], ["@k", "@1.5k", "@2k", "calibration error"])
-    for r in outcome.recalled:
-        table.add_row(
-            r.row()["target"], r.predictor, *(f"{100 * x:.1f}" for x in r.recall), f"{r.calibration_error:.3f}"
-        )
-    return table
+def _check_outputs(*paths: Path | None) -> None:
+    # Said before minutes of work, not after.
+    for path in paths:
+        if path is None:
+            continue
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder; expected a file to write")
+        if not path.absolute().parent.is_dir():
+            raise FileNotFoundError(f"no folder {path.parent} to write {path.name} in")
+        if not os.access(path.absolute().parent, os.W_OK):
+            raise PermissionError(f"the folder of {path} cannot be written to")
 
 
 def _describe(trace: Trace) -> Iterator[tuple[str, str]]:
@@ -390,13 +316,16 @@ def _describe(trace: Trace) -> Iterator[tuple[str, str]]:
 
 def _history(path: Path, trace: Trace) -> History:
     # A history of its own format, or activation counts; either must be of the trace's model.
-    metadata, tensors = read_tensors(path)
-    history = Counts.read(path).history() if "counts" in tensors else History.load(path)
+    history = _known(path)
     try:
-        check_same_model(trace, history.fingerprint, metadata.get("model", "a history"), str(path))
+        check_same_model(trace, history.fingerprint, "a history", str(path))
     except ValueError as error:
         raise HistoryFormatError(str(error)) from error
     return history
+
+
+def _known(path: Path) -> History:
+    return Counts.read(path).history() if holds_counts(path) else History.load(path)
 
 
 def _capacities(text: str) -> list[int | float]:

@@ -60,6 +60,14 @@ class FitReport:
         return float(ahead.mean()) if len(ahead) else float("nan")
 
     @property
+    def below_counts(self) -> bool:
+        """Whether the forecaster hits less than the counts do, over all capacities together."""
+        return self._hits("forecaster") < self._hits("counts")
+
+    def _hits(self, policy: str) -> int:
+        return sum(r.hits for r in self.hits if r.policy == policy)
+
+    @property
     def calibration_error(self) -> np.ndarray:
         """float64 ``[6]``: mean distance between hazard and share that came true."""
         count, mean, came = np.moveaxis(self.reliability, 2, 0)
@@ -204,6 +212,7 @@ def subtrace(trace: Trace, rows: np.ndarray) -> Trace:
         forward=None if forward is None else forward.astype(np.int32),
         counted=None,
         weights=None,
+        token=None,
         request_group=None,
     )
 

@@ -17,7 +17,7 @@ from .._core import Replay as _Replay
 from ..errors import PolicyError, TraceFormatError
 from ..history import History
 from ..policy import Resolved, Score
-from .replay import _blocks, _Quiet, copy_history, make_core, resolve_any, slots_of, trained_history
+from .replay import _blocks, _Quiet, make_core, resolve_any, slots_of, trained_history
 from .schedule import Schedule, schedule, split_requests
 from .trace import Trace
 
@@ -358,7 +358,7 @@ class _Play:
 
     def _run(self, policy: Resolved, slots: int, prefetch: bool) -> tuple[Core, LinkClock]:
         profile, plan = self.profile, self.plan
-        core = make_core(self.trace, slots, policy, copy_history(self.base), prefetch, self.prefetch_waste)
+        core = make_core(self.trace, slots, policy, self.base.copy(), prefetch, self.prefetch_waste)
         clock = LinkClock(
             self.nbytes,
             profile.chunk_nbytes,

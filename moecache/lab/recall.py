@@ -13,7 +13,7 @@ from .._core import Recall as _Recall
 from .._core import Replay as _Replay
 from ..history import History
 from ..policy import resolve
-from .replay import _blocks, _Quiet, copy_history, make_core, trained_history
+from .replay import _blocks, _Quiet, make_core, trained_history
 from .schedule import schedule, split_requests
 from .trace import Trace
 
@@ -111,7 +111,7 @@ def recall(
     chosen = np.array(sorted(distances), np.int32)
     widths = np.array([k, int(1.5 * k), 2 * k], np.int32)
     judge = _Recall(chosen, widths, _next_rows(plan.request, plan.start), max(trace.num_experts))
-    core = make_core(trace, trace.top_k, resolve("expected-next-use"), copy_history(base))
+    core = make_core(trace, trace.top_k, resolve("expected-next-use"), base.copy())
     native = _Replay([core], *plan.arrays(), judge=judge)
     for first, end in _blocks(plan.passes):
         native.run(first, end)

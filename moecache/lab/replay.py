@@ -7,10 +7,8 @@ victim of the step. One cache serves all layers. Every copy lands at once; :mod:
 from __future__ import annotations
 
 import difflib
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -230,7 +228,7 @@ def trained_history(
     trace: Trace, requests: Sequence[int] | np.ndarray, history: History | None = None, capacity: int = 1000
 ) -> History:
     """A history that has seen `requests` of the trace, as a cache that holds every expert would have made it."""
-    base = History(trace.fingerprint, capacity) if history is None else copy_history(history)
+    base = History(trace.fingerprint, capacity) if history is None else history.copy()
     if len(requests):
         core = make_core(trace, sum(trace.num_experts), resolve("lru"), base)
         plan = schedule(trace, requests)
@@ -238,14 +236,6 @@ def trained_history(
         for first, end in _blocks(plan.passes):
             native.run(first, end)
     return base
-
-
-def copy_history(history: History) -> History:
-    """A history of its own with the same contents."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "history"
-        history.save(path)
-        return History.load(path, capacity=history.capacity)
 
 
 def resolve_any(policy: str | Score) -> Resolved:
@@ -268,7 +258,7 @@ def _play(trace: Trace, plan: Schedule, policy: Resolved, slots: list[int], base
         results = [_bypass(trace, plan, n, cold) for n in slots]
         bar.update(plan.passes)
         return results
-    history = copy_history(base)
+    history = base.copy()
     cores = [make_core(trace, n, policy, history) for n in slots]
     native = _Replay(cores, *plan.arrays(), plan.next_use if policy.code == "belady" else None)
     for first, end in _blocks(plan.passes):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import html
 import io
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,13 +39,15 @@ _MARKERS = "osD^vPX*"
 _RECALL_HEAD = ("target", "predictor", "@k", "@1.5k", "@2k", "calibration error")
 
 
-def page(outcomes: Sequence[Outcome]) -> str:
+def page(outcomes: Sequence[Outcome], made: Mapping[str, Any]) -> str:
     """The whole page.
 
     Parameters
     ----------
     outcomes : sequence of Outcome
         What the command replayed, trace by trace.
+    made : mapping
+        How, as :func:`moecache.lab.provenance.provenance` gives it.
     """
     import matplotlib
 
@@ -57,7 +60,21 @@ def page(outcomes: Sequence[Outcome]) -> str:
         '<p class="note">A demand is one distinct expert of one step (one call of one MoE layer). All experts of a step are '
         "judged against the cache as it stood before the step. One cache serves all layers. "
         "Belady knows the future: no policy that must hold a step's experts can do better.</p>"
-        f"{'<nav>' + links + '</nav>' if len(outcomes) > 1 else ''}{''.join(parts)}</html>"
+        f"{'<nav>' + links + '</nav>' if len(outcomes) > 1 else ''}{''.join(parts)}{_made(made)}</html>"
+    )
+
+
+def _made(made: Mapping[str, Any]) -> str:
+    command = html.escape(shlex.join(made["command"]))
+    rows = [
+        [name, str(value)]
+        for name, value in {**made["versions"], **made}.items()
+        if name not in ("command", "versions", "files")
+    ]
+    files = [[str(file["path"]), file["sha256"], f"{file['bytes']:,}"] for file in made["files"]]
+    return (
+        f"<h2>How this was made</h2><p><code>{command}</code></p>{_table(['file', 'SHA-256', 'bytes'], files)}"
+        f"{_table(['', ''], rows)}"
     )
 
 

@@ -99,7 +99,7 @@ def schedule(
     concurrency : int, optional
         How many requests take turns, one forward pass each; the next one joins as one ends. By default the order of the trace.
     max_tokens : int, optional
-        End after the first request that passes this many tokens.
+        Play only requests from all over the trace, of all groups alike, up to the first that passes this many tokens.
     """
     wanted = np.ones(trace.requests, bool)
     if requests is not None:
@@ -107,9 +107,8 @@ def schedule(
         wanted[np.asarray(requests, np.int64)] = True
     if max_tokens is not None:
         chosen = np.flatnonzero(wanted)
-        passed = np.flatnonzero(np.cumsum(np.bincount(trace.request, minlength=trace.requests)[chosen]) > max_tokens)
-        if len(passed):
-            wanted[chosen[passed[0] + 1 :]] = False
+        wanted[:] = False
+        wanted[_spread(trace, chosen, max_tokens)] = True
     number = np.arange(trace.tokens) if trace.forward is None else trace.forward
     begin = np.flatnonzero(np.diff(number, prepend=-1))
     end = np.append(begin[1:], trace.tokens)
@@ -140,6 +139,26 @@ def schedule(
         origin=origin[np.argsort(first)].astype(np.int32),
         num_experts=trace.num_experts,
     )
+
+
+def _spread(trace: Trace, chosen: np.ndarray, most: int) -> np.ndarray:
+    # Of these requests, some whose tokens pass `most` with the last. Files are sorted by what their requests are about, so that the
+    # first ones would stand for one group alone.
+    group = np.zeros(len(chosen), np.int64) if trace.request_group is None else trace.request_group[chosen]
+    place = np.empty(len(chosen))
+    for one in np.unique(group):
+        mine = np.flatnonzero(group == one)
+        place[mine] = (np.argsort(np.argsort(_bit_reversed(len(mine)))) + 0.5) / len(mine)
+    order = chosen[np.argsort(place, kind="stable")]
+    tokens = np.bincount(trace.request, minlength=trace.requests)[order]
+    return order[: 1 + int(np.searchsorted(np.cumsum(tokens), most, side="right"))]
+
+
+def _bit_reversed(n: int) -> np.ndarray:
+    # Keys in whose order the first few of n places lie evenly among all of them, however many are taken.
+    bits = max(n - 1, 1).bit_length()
+    places = np.arange(n)
+    return sum(((places >> bit & 1) << (bits - 1 - bit) for bit in range(bits)), np.zeros(n, np.int64))
 
 
 def _take_turns(request: np.ndarray, concurrency: int) -> np.ndarray:

@@ -1,14 +1,16 @@
 """Routing traces: which experts each token was sent to, layer by layer.
 
-A trace file is safetensors: ``experts`` ``[tokens, layers, k]`` (uint8 or int16, -1 is none), ``request`` ``[tokens]`` int32 and ``decode``
-``[tokens]`` uint8; optionally ``weights`` (the gate's, float16, shaped as ``experts``), ``request_group`` ``[requests]`` int32, and in
-recorded traces ``forward`` ``[tokens]`` int32 (the forward pass of each token; without it every token is a pass of its own) and
-``counted`` ``[tokens]`` uint8 (0: computed but not counted, the padding of a batch). Metadata strings name the model.
+A trace file is safetensors: ``experts`` ``[tokens, layers, k]`` (uint8 or int16, -1 is none), ``request`` ``[tokens]`` int32 and
+``decode`` ``[tokens]`` uint8; optionally ``weights`` (the gate's, float16, shaped as ``experts``), ``token`` ``[tokens]`` int32 (an
+anonymous number of the token's text), ``request_group`` ``[requests]`` int32, and in recorded traces ``forward`` ``[tokens]`` int32 (the
+forward pass of each token; without it every token is a pass of its own) and ``counted`` ``[tokens]`` uint8 (0: computed but not counted,
+the padding of a batch). Metadata strings name the model.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,17 +20,33 @@ from typing import Any
 import numpy as np
 
 from ..errors import TraceFormatError
-from ..history import Fingerprint, History, write_atomically
+from ..history import Fingerprint, write_atomically
+from ..tensorfile import MOST_LAYERS, MOST_TOP_K, brief, parse_json, read_tensors, shape_fault, whole_number
 
-__all__ = ["Counts", "Trace", "merge", "read_trace"]
+__all__ = ["Trace", "merge", "read_trace"]
 
+_LOG = logging.getLogger("moecache")
 _REQUIRED = ("model", "num_layers", "num_experts", "top_k")
-_SHAPED_BY_TOKENS = ("request", "decode", "forward", "counted")
+# Of each array: its type in memory and in files. All but the first three may be missing.
+_ARRAYS: dict[str, type[np.generic]] = {
+    "experts": np.int16,
+    "request": np.int32,
+    "decode": np.uint8,
+    "forward": np.int32,
+    "counted": np.uint8,
+    "weights": np.float16,
+    "token": np.int32,
+    "request_group": np.int32,
+}
+_BY_TOKENS = ("request", "decode", "forward", "counted", "token")
+_MOST_METADATA = 10_000_000  # characters: safetensors reads headers of up to 100 MB
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Routing of some requests of one model, checked.
+    """Routing of some requests of one model, checked. Whatever can be made can be saved, read back and replayed.
+
+    Arrays of another type than below are converted where no number changes (weights are rounded to float16).
 
     Attributes
     ----------
@@ -37,7 +55,7 @@ class Trace:
     experts : int16 array ``[tokens, layers, k]``
         -1 is none.
     request : int32 array ``[tokens]``
-        0, 1, ... in order of first appearance.
+        0, 1, ... without gaps.
     decode : uint8 array ``[tokens]``
         0 prompt, 1 answer.
     num_experts : tuple of int
@@ -48,6 +66,13 @@ class Trace:
     weights : float16 array ``[tokens, layers, k]`` or None
     request_group : int32 array ``[requests]`` or None
     metadata : mapping of str to str
+    token : int32 array ``[tokens]`` or None
+        A number of the text of the token whose experts a row holds.
+
+    Raises
+    ------
+    TraceFormatError
+        Arrays that do not fit together, or numbers that cannot be.
     """
 
     name: str
@@ -60,8 +85,19 @@ class Trace:
     weights: np.ndarray | None = None
     request_group: np.ndarray | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
+    token: np.ndarray | None = None
 
     def __post_init__(self) -> None:
+        for name, dtype in _ARRAYS.items():
+            array = getattr(self, name)
+            if array is not None:
+                object.__setattr__(self, name, _as(dtype, array, f"{self.name}: {name}"))
+        try:
+            object.__setattr__(self, "num_experts", tuple(_integer(n) for n in self.num_experts))
+        except TypeError:
+            raise TraceFormatError(
+                f"{self.name}: num_experts is {brief(self.num_experts)}; expected a whole number for each layer"
+            ) from None
         _check(self)
 
     @property
@@ -90,16 +126,55 @@ class Trace:
         return Fingerprint(self.num_experts, self.top_k, self.metadata.get("digest", ""))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace, in the format of the file's ending (.safetensors, .jsonl, .csv), whole or not at all."""
-        path = Path(path)
-        if path.suffix in (".jsonl", ".csv"):
-            from .text import format_trace
+        """Write the trace, in the format of the file's ending, whole or not at all.
 
-            write_atomically(path, format_trace(self, path.suffix).encode())
+        ``.jsonl``, ``.csv`` and ``.tsv`` (and the same with ``.gz``) are text, which has no place for everything: one line is logged about
+        what is left out. Any other ending gives safetensors, which keeps all.
+
+        Raises
+        ------
+        TraceFormatError
+            An ending of a format that is not written (``.npz``, ``.parquet``, ...), or requests that take turns in a text.
+        """
+        path = Path(path)
+        kind = kind_of(path)
+        if kind == "text":
+            from .text import write_trace
+
+            write_trace(self, path)
             return
+        if kind is not None:
+            raise TraceFormatError(f"{path}: traces are not written as {path.suffix}; use .safetensors, .jsonl or .csv")
         from safetensors.numpy import save
 
         write_atomically(path, save(tensors_of(self), metadata=metadata_of(self)))
+
+
+def kind_of(path: Path) -> str | None:
+    """``"text"``, ``"npz"``, an ending that is not read, or None for safetensors."""
+    suffix = path.suffix.lower()
+    inner = Path(path.stem).suffix.lower() if suffix == ".gz" else suffix
+    if inner in (".jsonl", ".csv", ".tsv"):
+        return "text"
+    if suffix == ".npz":
+        return "npz"
+    return suffix if suffix in _NOT_READ else None
+
+
+_NOT_READ = {
+    ".parquet": "convert it: python -c \"import pandas; pandas.read_parquet('IN.parquet').to_csv('OUT.csv', index=False)\"",
+    ".feather": "convert it: python -c \"import pandas; pandas.read_feather('IN.feather').to_csv('OUT.csv', index=False)\"",
+    ".json": "write its entries one a line (.jsonl): python -c \"import json; [print(json.dumps(x)) for x in json.load(open('IN.json'))]\"",
+    **dict.fromkeys(
+        (".pt", ".pth", ".pkl", ".pickle", ".npy"),
+        "a pickle may run code and a single array lacks the requests: save the arrays experts [tokens, layers, k], request and decode "
+        "[tokens] with numpy.savez (.npz)",
+    ),
+    **dict.fromkeys(
+        (".gz", ".zip", ".zst", ".xz", ".bz2", ".tar"),
+        "unpack it; of packed files .jsonl.gz, .csv.gz and .tsv.gz are read",
+    ),
+}
 
 
 def metadata_of(trace: Trace) -> dict[str, str]:
@@ -117,39 +192,48 @@ def metadata_of(trace: Trace) -> dict[str, str]:
 def tensors_of(trace: Trace) -> dict[str, np.ndarray]:
     """The arrays of a trace file; ids take a byte where they fit."""
     small = trace.experts.min() >= 0 and max(trace.num_experts) <= 256
-    tensors = {
-        "experts": trace.experts.astype(np.uint8) if small else trace.experts,
-        "request": trace.request,
-        "decode": trace.decode,
-        "forward": trace.forward,
-        "counted": trace.counted,
-        "weights": trace.weights,
-        "request_group": trace.request_group,
-    }
+    tensors = {name: getattr(trace, name) for name in _ARRAYS}
+    if small:
+        tensors["experts"] = trace.experts.astype(np.uint8)
     return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items() if tensor is not None}
 
 
+def name_of(path: Path) -> str:
+    """A file's name without its endings, as text that any file can hold."""
+    stem = path.name
+    for suffix in (".gz", *path.suffixes[-2:]) if path.suffix.lower() == ".gz" else path.suffixes[-1:]:
+        stem = stem.removesuffix(suffix)
+    return stem.encode("utf-8", "backslashreplace").decode()
+
+
 def read_trace(path: str | os.PathLike[str], num_experts: int | None = None) -> Trace:
-    """Read a trace: safetensors, JSON lines or CSV, by the file's ending.
+    """Read a trace: text (JSON lines, CSV, TSV, also packed with gzip) or npz by the file's ending, else safetensors.
 
     Parameters
     ----------
     path : path
     num_experts : int, optional
-        Experts per layer, for text files, which do not say; by default the largest id and one.
+        Experts per layer, for files that do not say; by default the largest id and one.
 
     Raises
     ------
     TraceFormatError
-        Cut short, damaged, or with numbers that cannot be. Nothing is read in part.
+        Cut short, damaged, of a format that is not read, or with numbers that cannot be. Nothing is read in part.
     FileNotFoundError
     """
     path = Path(path)
-    if path.suffix in (".jsonl", ".csv"):
+    kind = kind_of(path)
+    if kind in _NOT_READ:
+        raise TraceFormatError(f"{path}: {kind} files are not read as traces; {_NOT_READ[kind]}")
+    if kind == "text":
         from .text import parse_trace
 
         return parse_trace(path, num_experts)
-    metadata, tensors = read_tensors(path)
+    if kind == "npz":
+        from .foreign import read_npz
+
+        return read_npz(path, num_experts)
+    metadata, tensors = read_tensors(path, "routing trace", TraceFormatError)
     missing = [name for name in _REQUIRED if name not in metadata]
     if missing:
         raise TraceFormatError(f"{path}: its metadata lacks {', '.join(missing)}; convert the trace again with them")
@@ -163,92 +247,102 @@ def read_trace(path: str | os.PathLike[str], num_experts: int | None = None) -> 
         raise TraceFormatError(
             f"{path}: experts are {experts.dtype} {experts.shape}; expected uint8 or int16 [tokens, layers, k]"
         )
-    layers, top_k = _number(metadata, "num_layers", path), _number(metadata, "top_k", path)
+    layers, top_k = (
+        _number(metadata, name, most, path) for name, most in (("num_layers", MOST_LAYERS), ("top_k", MOST_TOP_K))
+    )
     if (layers, top_k) != experts.shape[1:]:
         raise TraceFormatError(
             f"{path}: metadata says {layers} layers, top-{top_k}; experts have shape {experts.shape}"
         )
-    for name in _SHAPED_BY_TOKENS:
-        if name in tensors and (tensors[name].shape != experts.shape[:1] or tensors[name].dtype.kind not in "iu"):
-            raise TraceFormatError(
-                f"{path}: {name} is {tensors[name].dtype} {tensors[name].shape}; expected integers ({experts.shape[0]},)"
-            )
+    unknown = sorted(set(tensors) - set(_ARRAYS))
+    if unknown:
+        _LOG.warning(
+            "%s: its tensors %s are no part of a routing trace and are not kept", path, brief(", ".join(unknown))
+        )
     return Trace(
-        name=path.stem,
-        experts=np.ascontiguousarray(experts, np.int16),
-        request=_integers(tensors["request"], np.int32, "request", path),
-        decode=_integers(tensors["decode"], np.uint8, "decode", path),
-        num_experts=_experts_per_layer(metadata, layers, path),
-        forward=_integers(tensors["forward"], np.int32, "forward", path) if "forward" in tensors else None,
-        counted=_integers(tensors["counted"], np.uint8, "counted", path) if "counted" in tensors else None,
-        weights=tensors.get("weights"),
-        request_group=tensors.get("request_group"),
+        name=name_of(path),
+        num_experts=experts_per_layer(metadata["num_experts"], layers, str(path)),
         metadata=metadata,
+        **{name: tensors.get(name) for name in _ARRAYS},  # type: ignore[arg-type]
     )
 
 
-def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
-    """Metadata and arrays of a safetensors file.
+def _number(metadata: Mapping[str, str], name: str, most: int, path: Path) -> int:
+    try:
+        return whole_number(metadata[name], 0, most)
+    except ValueError as error:
+        raise TraceFormatError(f"{path}: metadata {name} is {error}") from error
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise TypeError
+    return int(value)
+
+
+def _as(dtype: type[np.generic], values: Any, where: str) -> np.ndarray:
+    # As `dtype`, if that changes no number.
+    try:
+        found = np.asarray(values)
+    except ValueError as error:
+        raise TraceFormatError(f"{where} is no array ({brief(error)})") from error
+    if issubclass(dtype, np.floating):
+        if found.dtype.kind != "f" or (found.size and not np.abs(found).max() <= np.finfo(np.float16).max):
+            raise TraceFormatError(f"{where} is {found.dtype} {found.shape}; expected finite float16")
+    elif found.dtype.kind not in "iub":
+        raise TraceFormatError(f"{where} is {found.dtype} {found.shape}; expected integers")
+    elif found.size:
+        low, high, limits = int(found.min()), int(found.max()), np.iinfo(dtype)  # type: ignore[type-var]
+        if low < limits.min or high > limits.max:
+            raise TraceFormatError(f"{where} holds {low}..{high}, beyond {np.dtype(dtype)}")
+    return np.ascontiguousarray(found, dtype) if found.ndim else found.astype(dtype)
+
+
+def experts_per_layer(text: str, layers: int, where: str) -> tuple[int, ...]:
+    """``num_experts`` of metadata: a number for all layers, or one for each.
 
     Raises
     ------
-    TraceFormatError, FileNotFoundError
+    TraceFormatError
     """
-    from safetensors import SafetensorError, safe_open
-
-    if not path.is_file():
-        raise FileNotFoundError(f"no routing trace at {path}")
     try:
-        with safe_open(path, "np") as file:
-            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError, TypeError) as error:
-        raise TraceFormatError(f"{path} is not a whole safetensors file ({error}); copy or record it again") from error
-
-
-def _number(metadata: Mapping[str, str], name: str, path: Path) -> int:
-    try:
-        return int(metadata[name])
-    except ValueError as error:
-        raise TraceFormatError(f"{path}: metadata {name} is {metadata[name]!r}; expected a whole number") from error
-
-
-def _integers(values: np.ndarray, dtype: Any, name: str, path: Path) -> np.ndarray:
-    limits = np.iinfo(dtype)
-    if len(values) and (int(values.min()) < limits.min or int(values.max()) > limits.max):
-        raise TraceFormatError(f"{path}: {name} holds {values.min()}..{values.max()}, beyond {np.dtype(dtype)}")
-    return np.ascontiguousarray(values, dtype)
-
-
-def _experts_per_layer(metadata: Mapping[str, str], layers: int, path: Path) -> tuple[int, ...]:
-    try:
-        found = json.loads(metadata["num_experts"])
+        found = parse_json(text)
     except ValueError:
         found = None
-    per_layer = [found] * layers if isinstance(found, int) else found
+    per_layer = [found] * layers if type(found) is int else found
     if (
         not isinstance(per_layer, list)
         or len(per_layer) != layers
-        or not all(isinstance(n, int) and n > 0 for n in per_layer)
+        or not all(type(n) is int and n > 0 for n in per_layer)
     ):
         raise TraceFormatError(
-            f"{path}: metadata num_experts is {metadata['num_experts']!r}; expected a positive number or a list of {layers}"
+            f"{where}: metadata num_experts is {brief(text)!r}; expected a positive number or a list of {layers}"
         )
     return tuple(per_layer)
 
 
 def _check(trace: Trace) -> None:
-    # Everything a replay relies on, said before anything is computed.
+    # Everything a file and a replay rely on, said before anything is computed.
     experts, where = trace.experts, trace.name
-    if trace.tokens == 0 or trace.layers == 0 or trace.top_k == 0:
+    if experts.ndim != 3 or 0 in experts.shape:
         raise TraceFormatError(f"{where}: a trace of {experts.shape} (tokens, layers, k) holds nothing to replay")
     if len(trace.num_experts) != trace.layers or min(trace.num_experts) < 1:
-        raise TraceFormatError(f"{where}: {trace.layers} layers, but num_experts is {list(trace.num_experts)}")
+        raise TraceFormatError(f"{where}: {trace.layers} layers, but num_experts is {brief(list(trace.num_experts))}")
+    fault = shape_fault(trace.num_experts, trace.top_k)
+    if fault is not None:
+        raise TraceFormatError(f"{where}: {fault}")
+    for name in _BY_TOKENS:
+        array = getattr(trace, name)
+        if array is not None and array.shape != experts.shape[:1]:
+            raise TraceFormatError(
+                f"{where}: {name} is {array.dtype} {array.shape}; expected integers ({experts.shape[0]},)"
+            )
     low, high = experts.min(axis=(0, 2)), experts.max(axis=(0, 2))
     for layer, n in enumerate(trace.num_experts):
         if low[layer] < -1 or high[layer] >= n:
             token = int(np.argmax((experts[:, layer] < -1).any(1) | (experts[:, layer] >= n).any(1)))
             raise TraceFormatError(
-                f"{where}: token {token}, layer {layer} routes to experts {experts[token, layer].tolist()}; "
+                f"{where}: token {token}, layer {layer} routes to experts {brief(experts[token, layer].tolist())}; "
                 f"expected 0..{n - 1}, or -1 for none"
             )
     if trace.request.min() < 0:
@@ -262,6 +356,16 @@ def _check(trace: Trace) -> None:
         flags = getattr(trace, name)
         if flags is not None and flags.max() > 1:
             raise TraceFormatError(f"{where}: {name} holds {flags.max()}; expected 0 or 1")
+    _check_metadata(trace)
+
+
+def _check_metadata(trace: Trace) -> None:
+    try:
+        size = sum(len(text.encode()) for pair in trace.metadata.items() for text in pair)
+    except (AttributeError, UnicodeEncodeError):
+        raise TraceFormatError(f"{trace.name}: metadata must be text by text, encodable as UTF-8") from None
+    if size > _MOST_METADATA:
+        raise TraceFormatError(f"{trace.name}: {size:,} bytes of metadata; expected at most {_MOST_METADATA:,}")
 
 
 def _check_requests(trace: Trace) -> None:
@@ -282,7 +386,9 @@ def _check_requests(trace: Trace) -> None:
                 f"`forward` gives the order of the forward passes"
             )
         return
-    step = np.diff(trace.forward)
+    if trace.forward[0] < 0:
+        raise TraceFormatError(f"{where}: forward pass {trace.forward[0]} is negative")
+    step = np.diff(trace.forward.astype(np.int64))
     if (step < 0).any():
         raise TraceFormatError(f"{where}: forward passes are not sorted at token {int(np.argmax(step < 0)) + 1}")
     mixed = (step == 0) & ((np.diff(request) != 0) | (np.diff(trace.decode.astype(np.int8)) != 0))
@@ -305,30 +411,35 @@ def merge(traces: Sequence[Trace], name: str = "merged") -> Trace:
         check_same_model(first, other.fingerprint, other.model, other.name)
     requests = np.cumsum([0] + [trace.requests for trace in traces])
     recorded = any(trace.forward is not None for trace in traces)
-    passes = [
-        trace.forward if trace.forward is not None else np.arange(trace.tokens, dtype=np.int32) for trace in traces
-    ]
-    offsets = np.cumsum([0] + [int(x.max()) + 1 for x in passes])
+    passes = [_passes(trace) for trace in traces]
+    offsets = np.cumsum([0] + [int(x[-1]) + 1 for x in passes])
     some_uncounted = any(trace.counted is not None for trace in traces)
     counted = [np.ones(trace.tokens, np.uint8) if trace.counted is None else trace.counted for trace in traces]
+    weights = [trace.weights for trace in traces if trace.weights is not None]
+    lost = [name for name in ("token", "request_group") if any(getattr(trace, name) is not None for trace in traces)]
+    lost += ["weights"] if 0 < len(weights) < len(traces) else []
+    if lost:
+        _LOG.warning(
+            "%s: %s are left out, whose numbers differ from trace to trace or which some lack", name, ", ".join(lost)
+        )
     return replace(
         first,
         name=name,
         experts=np.concatenate([trace.experts for trace in traces]),
-        request=np.concatenate([trace.request + n for trace, n in zip(traces, requests, strict=False)]).astype(
-            np.int32
-        ),
+        request=np.concatenate([trace.request + n for trace, n in zip(traces, requests, strict=False)]),
         decode=np.concatenate([trace.decode for trace in traces]),
-        forward=np.concatenate([x + n for x, n in zip(passes, offsets, strict=False)]).astype(np.int32)
-        if recorded
-        else None,
+        forward=np.concatenate([x + n for x, n in zip(passes, offsets, strict=False)]) if recorded else None,
         counted=np.concatenate(counted) if some_uncounted else None,
-        weights=np.concatenate([t.weights for t in traces if t.weights is not None])
-        if all(t.weights is not None for t in traces)
-        else None,
+        weights=np.concatenate(weights) if len(weights) == len(traces) else None,
+        token=None,
         request_group=None,
-        metadata={key: value for key, value in first.metadata.items() if key not in ("groups", "source")},
+        metadata={key: value for key, value in first.metadata.items() if key not in ("groups", "source", "token")},
     )
+
+
+def _passes(trace: Trace) -> np.ndarray:
+    # Forward passes numbered without gaps.
+    return np.arange(trace.tokens) if trace.forward is None else np.cumsum(np.diff(trace.forward, prepend=-1) != 0) - 1
 
 
 def check_same_model(trace: Trace, other: Fingerprint, model: str, name: str) -> None:
@@ -345,57 +456,3 @@ def check_same_model(trace: Trace, other: Fingerprint, model: str, name: str) ->
         raise TraceFormatError(
             f"{name} is of another model: expected {trace.model} ({mine}) as in {trace.name}; found {model} ({other})"
         )
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Activation counts without token order: enough to seed a history.
-
-    Attributes
-    ----------
-    counts : integer array ``[entries, layers, experts]``
-    tokens : int64 array ``[entries]``
-    top_k : int
-    model : str
-    """
-
-    counts: np.ndarray
-    tokens: np.ndarray
-    top_k: int
-    model: str
-
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Counts:
-        """Read a safetensors file with ``counts`` and ``tokens``.
-
-        Raises
-        ------
-        TraceFormatError, FileNotFoundError
-        """
-        path = Path(path)
-        metadata, tensors = read_tensors(path)
-        counts, tokens = tensors.get("counts"), tensors.get("tokens")
-        if counts is None or tokens is None or counts.ndim != 3 or tokens.shape != counts.shape[:1]:
-            raise TraceFormatError(
-                f"{path} is no file of activation counts: expected counts [entries, layers, experts] and tokens [entries]"
-            )
-        if counts.size == 0 or counts.min() < 0 or tokens.min() < 0:
-            raise TraceFormatError(f"{path}: nothing counted, or negative counts")
-        return cls(
-            counts,
-            tokens.astype(np.int64),
-            _number({"top_k": "0", **metadata}, "top_k", path),
-            metadata.get("model", path.stem),
-        )
-
-    def history(self, capacity: int = 1000) -> History:
-        """A history with one entry for each of these, as answers; large counts are scaled down to what an entry holds."""
-        layers, experts = self.counts.shape[1:]
-        history = History(Fingerprint((experts,) * layers, self.top_k, ""), capacity)
-        for counts, tokens in zip(
-            self.counts.reshape(len(self.counts), -1).astype(np.int64), self.tokens.tolist(), strict=True
-        ):
-            scale = max(1.0, counts.max() / 65535)
-            scaled = np.floor(counts / scale).astype(np.int64)
-            history.add(np.zeros_like(scaled), scaled, int(tokens / scale))
-        return history
