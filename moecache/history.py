@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import secrets
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ._core import ForecastWeights, HistoryStore, OnlineWeights, RequestState
 from .errors import ForecasterError, HistoryFormatError
+from .files import write_atomically
 from .forecaster import Forecaster
 
 if TYPE_CHECKING:
@@ -24,7 +22,7 @@ __all__ = ["Fingerprint", "History"]
 
 _FORMAT, _VERSION = "moecache.history", "2"
 # Counts of what followed what, in the order of HistoryStore.restore.
-_LEARNED = ("transitions", "origins", "successions", "followed")
+LEARNED = ("transitions", "origins", "successions", "followed")
 _FORECASTER = "forecaster."  # before the names of its arrays
 
 
@@ -203,7 +201,7 @@ class History:
         for other in others:
             self._check(other.fingerprint, "the history to merge")
         store, theirs = self.store, [other.store for other in others]
-        learned = [sum((getattr(s, name).astype(np.int64) for s in theirs), getattr(store, name)) for name in _LEARNED]
+        learned = [sum((getattr(s, name).astype(np.int64) for s in theirs), getattr(store, name)) for name in LEARNED]
         total = sum((s.total for s in theirs), np.array(store.total))
         tokens = sum((s.tokens for s in theirs), store.tokens)
         prompt = np.concatenate([store.prompt_counts[: store.size], *(s.prompt_counts[s.order()] for s in theirs)])
@@ -236,32 +234,11 @@ class History:
         return kept
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file, under a temporary name first: a reader never sees half of one."""
-        from safetensors.numpy import save
+        """Write a safetensors file, under a temporary name first: a reader never sees half of one.
 
-        store, order = self.store, self.store.order()
-        data = save(
-            {
-                # Oldest first: entries that are read one after the other are as old as their place says.
-                "prompt": store.prompt_counts[order],
-                "decode": store.decode_counts[order],
-                "total": store.total,
-                **{name: getattr(store, name) for name in _LEARNED},
-                **{f"online.{name}": value for name, value in store.weights.arrays().items()},
-                **{
-                    _FORECASTER + name: np.ascontiguousarray(array)
-                    for name, array in (self.forecaster.tensors() if self.forecaster is not None else {}).items()
-                },
-            },
-            metadata={
-                "format": _FORMAT,
-                "version": _VERSION,
-                "fingerprint": json.dumps(self.fingerprint),
-                "tokens": str(store.tokens),
-                "capacity": str(store.capacity),
-            },
-        )
-        write_atomically(Path(path), data)
+        What is there is replaced. A cache that was given a path takes in what others have written (:mod:`moecache.persistence`).
+        """
+        write_atomically(Path(path), Snapshot.of(self).format())
 
     @classmethod
     def load(
@@ -301,7 +278,7 @@ class History:
         store = history.store
         for prompt, decode in zip(tensors["prompt"], tensors["decode"], strict=True):
             store.add(prompt, decode, 0)
-        store.restore(tensors["total"], tokens, *(tensors[name] for name in _LEARNED))
+        store.restore(tensors["total"], tokens, *(tensors[name] for name in LEARNED))
         for name, value in store.weights.arrays().items():
             value[:] = tensors[f"online.{name}"]
         history.forecaster = forecaster
@@ -314,6 +291,79 @@ class History:
                 f"{what} is of another model: expected {expected or self.fingerprint}; found {found}. Use a file of its "
                 "own for each model"
             )
+
+
+class Snapshot(NamedTuple):
+    """What a history holds at one moment, oldest request first; the arrays are copies."""
+
+    fingerprint: Fingerprint
+    capacity: int
+    finished: int  # requests ever written into entries
+    written: np.ndarray  # for each entry, `finished` before it was written
+    prompt: np.ndarray
+    decode: np.ndarray
+    total: np.ndarray
+    tokens: int
+    learned: dict[str, np.ndarray]
+    online: dict[str, np.ndarray]
+    forecaster: Forecaster | None
+
+    @classmethod
+    def of(cls, history: History) -> Snapshot:
+        store = history.store
+        finished = -1
+        while finished != store.finished:  # a request ended in another thread meanwhile
+            finished = store.finished
+            written = _copy(store.written[: store.size])
+            prompt, decode = _copy(store.prompt_counts[: len(written)]), _copy(store.decode_counts[: len(written)])
+        order = np.argsort(written)
+        prompt, decode = prompt[order], decode[order]
+        # A request that ends right now is counted in the sums after it is kept.
+        kept = prompt.sum(0, dtype=np.int64) + decode.sum(0, dtype=np.int64)
+        return cls(
+            history.fingerprint,
+            history.capacity,
+            finished,
+            written[order],
+            prompt,
+            decode,
+            np.maximum(_copy(store.total), kept),
+            store.tokens,
+            {name: _copy(getattr(store, name)) for name in LEARNED},
+            {name: _copy(value) for name, value in store.weights.arrays().items()},
+            history.forecaster,
+        )
+
+    def format(self) -> bytes:
+        """The file, a safetensors one."""
+        from safetensors.numpy import save
+
+        return save(
+            {
+                # Oldest first: entries that are read one after the other are as old as their place says.
+                "prompt": self.prompt,
+                "decode": self.decode,
+                "total": self.total,
+                **self.learned,
+                **{f"online.{name}": value for name, value in self.online.items()},
+                **{
+                    _FORECASTER + name: np.ascontiguousarray(array)
+                    for name, array in (self.forecaster.tensors() if self.forecaster is not None else {}).items()
+                },
+            },
+            metadata={
+                "format": _FORMAT,
+                "version": _VERSION,
+                "fingerprint": json.dumps(self.fingerprint),
+                "tokens": str(self.tokens),
+                "capacity": str(self.capacity),
+            },
+        )
+
+
+def _copy(array: np.ndarray) -> np.ndarray:
+    # tobytes() keeps the GIL, under which all is written; ndarray.copy() lets it go.
+    return np.frombuffer(array.tobytes(), array.dtype).reshape(array.shape)
 
 
 def matched_counts(prompt: np.ndarray, decode: np.ndarray) -> np.ndarray:
@@ -384,43 +434,3 @@ def _check_tensors(
         raise HistoryFormatError(
             f"{path}: empty requests, or fewer tokens over all requests than in those kept; make the history again"
         )
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a whole file or leave what was there."""
-    with whole_file(path) as file:
-        file.write(data)
-
-
-@contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that takes its name only when all of it is written; what was there stays until then."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    # Not mkstemp: its files are for their owner alone.
-    try:
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-
-
-def open_history(
-    history: History | str | os.PathLike[str] | None, fingerprint: Fingerprint, capacity: int
-) -> tuple[History, Path | None]:
-    """The history a cache shall use and the file to keep it in: an object, a file that may not exist yet, or a new one."""
-    if isinstance(history, History):
-        history._check(fingerprint, "this history", expected=fingerprint)
-        return history, None
-    if history is None:
-        return History(fingerprint, capacity), None
-    path = Path(history)
-    if path.exists():
-        return History.load(path, fingerprint), path
-    if not path.parent.is_dir():
-        raise HistoryFormatError(f"no folder {path.parent} to keep the history {path.name} in")
-    return History(fingerprint, capacity), path

@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import HistoryFormatError, PolicyError
+from ..files import write_atomically
 from ..forecaster import HORIZONS
-from ..history import History, write_atomically
+from ..history import History
 from ..policy import Score, score
 from .fit import FitResult, Settings, fit
 from .link import MODELS, PROFILES, TimedResult, expert_nbytes_of, profile_from, replay_timed, stand_in

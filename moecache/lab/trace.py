@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import TraceFormatError
-from ..history import Fingerprint, History, write_atomically
+from ..files import write_atomically
+from ..history import Fingerprint, History
 
 __all__ = ["Counts", "Trace", "merge", "read_trace"]
 
