@@ -100,9 +100,9 @@ class FileLock:
         Another process has held the lock all the time.
     """
 
-    def __init__(self, path: Path, timeout: float = LOCK_TIMEOUT_S) -> None:
+    def __init__(self, path: Path, timeout: float | None = None) -> None:
         self.path = path.with_name(f"{path.name}.lock")
-        self.timeout = timeout
+        self.timeout = LOCK_TIMEOUT_S if timeout is None else timeout
         self.locked = False
         self._file: IO[bytes] | None = None
 

@@ -141,7 +141,7 @@ class Learner:
         aside = path.with_name(f"{path.name}.damaged")
         with contextlib.suppress(OSError):
             os.replace(path, aside)
-        self._later(logging.WARNING, "learning goes on without a part of its log, %s now: %s", aside, error)
+        self._later(logging.WARNING, "damaged, set aside as %s, and learning goes on without it: %s", aside, error)
 
     def _later(self, level: int, message: str, *arguments: object) -> None:
         self._said.append((level, message, *arguments))

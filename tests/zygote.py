@@ -25,7 +25,9 @@ def make_cache(**options: Any) -> ExpertCache:
 
 def one_token(request: Any, n: int) -> None:
     for layer in range(LAYERS):
-        with request.route(layer, torch.tensor([[(n + layer) % EXPERTS, (n + layer + 1 + n // EXPERTS % 3) % EXPERTS]])):
+        with request.route(
+            layer, torch.tensor([[(n + layer) % EXPERTS, (n + layer + 1 + n // EXPERTS % 3) % EXPERTS]])
+        ):
             pass
 
 

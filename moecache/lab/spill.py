@@ -15,6 +15,7 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -108,7 +109,7 @@ def assemble(spill: Path, target: Path) -> tuple[int, int]:
             out.write(_header(arrays, top_k, layout))
             part: np.ndarray
             for name, (_, dtype, _) in arrays.items():
-                for n, (head, body) in enumerate(_passes(file, begin, layout)):
+                for n, (head, body) in enumerate(islice(_passes(file, begin, layout), len(heads))):
                     if name == "experts":
                         ids = np.frombuffer(body, np.int16, head.tokens * len(layout.num_experts) * head.k)
                         ids = ids.reshape(head.tokens, len(layout.num_experts), head.k)
