@@ -394,10 +394,9 @@ def test_the_log_forgets_while_a_fit_is_starved(tmp_path: Path, trace: Trace, mo
                 assert sum(logged) <= 2_000
         finally:
             os.kill(pid, signal.SIGCONT)
-        assert len(list(tmp_path.glob("input-*"))) == len(logged) or sum(logged) > 1_000
         # What it reads is there for it, however late it comes to it.
         serve_until(cache, lambda: cache.stats().fits == 1)
-        assert not list(tmp_path.glob("input-*"))
+    assert not list(tmp_path.glob("input-*"))
 
 
 @pytest.mark.failure("G27b")
@@ -493,13 +492,15 @@ def test_a_full_disk_ends_learning_not_the_model(
     tmp_path: Path, trace: Trace, caplog: pytest.LogCaptureFixture
 ) -> None:
     with make_cache(tmp_path) as cache:
-        serve(cache, trace, range(1))
+        tokens = serve(cache, trace, range(1))
         recorder = cache._learner._recorder
         recorder._spill.close()
         recorder._spill = open("/dev/full", "w+b", buffering=0)  # noqa: SIM115
         serve(cache, trace, range(1, ENOUGH))
     assert [r.getMessage()[:13] for r in caplog.records] == ["learning ends"]
-    assert names(tmp_path) == {"lock"}
+    (part,) = tmp_path.glob("log-*")
+    assert read_trace(part).tokens == tokens
+    assert names(tmp_path) == {"lock", "log"}
 
 
 def test_an_attached_model_learns(tmp_path: Path) -> None:
