@@ -369,6 +369,7 @@ class ExpertCache:
         if self.closed:
             self._files.close()
             return
+        self._files.ending()
         self._core.end_requests()
         with suppress(ClosedError):  # in a forked child the engine is the parent's
             self._keep_counters(self._engine)
@@ -539,8 +540,9 @@ class Request:
         """End the request. With ``keep`` its activation matrix enters the history. A second call does nothing."""
         if not self.closed:
             self.closed = True
+            self.cache._files.ending(self._state)
             self.cache._core.end_request(self._state, keep)
-            self.cache._files.ended(self._state)
+            self.cache._files.ended()
 
     def __enter__(self) -> Request:
         return self

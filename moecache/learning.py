@@ -1,6 +1,6 @@
 """Learning as it runs: a log of what was routed, and a process of low priority that fits the forecaster to it anew.
 
-No thread: what a fit has left is taken up as requests begin and end.
+Nothing runs beside the requests here: what a fit has left is taken up as they begin and end.
 """
 
 from __future__ import annotations

@@ -271,9 +271,18 @@ class CacheFiles:
         """A request is open: if nobody ends it, what it has counted is kept when the files are finished."""
         self._open[id(state)] = state
 
-    def ended(self, state: RequestState) -> None:
+    def ending(self, state: RequestState | None = None) -> None:
+        """An open request, or all of them, is about to be ended: it is kept or not by who ends it.
+
+        Before, not after: a signal that comes while it enters the history is handled when it is there.
+        """
+        if state is None:
+            self._open.clear()
+        else:
+            self._open.pop(id(state), None)
+
+    def ended(self) -> None:
         """A request was closed."""
-        self._open.pop(id(state), None)
         if self._over:
             return
         if self.learner is not None:
