@@ -82,7 +82,7 @@ def clear_leftovers(path: Path) -> None:
 def probe_folder(folder: Path) -> OSError | None:
     """Why no file can be made in a folder; None where one can."""
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".moecache-"):
+        with tempfile.TemporaryFile(dir=folder):  # without a name, which a kill would leave
             return None
     except OSError as error:
         return error
