@@ -13,6 +13,8 @@ from typing import Any
 import numba
 import numpy as np
 
+from .jit import compiled
+
 __all__ = ["best_of_each", "dot_products", "most_representative"]
 
 # Stored requests whose sums stay in the nearest cache while all columns pass by.
@@ -48,8 +50,7 @@ def _dot_products(queries: np.ndarray, columns: np.ndarray, out: np.ndarray) -> 
 @functools.cache
 def _compiled(parallel: bool) -> Callable[..., Any]:
     # The file cache does not tell the two apart.
-    function: Callable[..., Any] = numba.njit(cache=not parallel, parallel=parallel)(_dot_products)
-    return function
+    return numba.njit(parallel=True)(_dot_products) if parallel else compiled()(_dot_products)
 
 
 def dot_products(queries: np.ndarray, columns: np.ndarray, parallel: bool = False) -> np.ndarray:
@@ -73,7 +74,7 @@ def dot_products(queries: np.ndarray, columns: np.ndarray, parallel: bool = Fals
     return out
 
 
-@numba.njit(cache=True)
+@compiled()
 def best_of_each(dots: np.ndarray, square: np.ndarray, written: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
     """The `top` stored requests of largest cosine for each query, the newest first of equal ones.
 
@@ -111,7 +112,7 @@ def best_of_each(dots: np.ndarray, square: np.ndarray, written: np.ndarray, top:
     return entries, keys
 
 
-@numba.njit(cache=True)
+@compiled()
 def most_representative(similarity: np.ndarray, count: int) -> np.ndarray:
     """The requests that stand best for all: greedily, the one that adds most to the sum over all requests of the largest
     similarity to a kept one, the last of equal ones.

@@ -18,8 +18,8 @@ from ._engine import Engine
 from .bank import ExpertBank
 from .cuda import CudaCopies, numbered
 from .errors import ClosedError, LeaseError, PolicyError, RoutingError, TransferError
-from .history import Fingerprint, History, open_history
-from .learning import open_learner
+from .history import Fingerprint, History
+from .persistence import CacheFiles
 from .policy import Score, resolve
 from .pool import Pool, slots_for
 from .request import Request
@@ -50,7 +50,9 @@ class ExpertCache:
     policy : str or Score
         A name of :data:`moecache.policy.NAMES`, or a score of your own.
     history : History, path or None
-        Earlier requests of this model. A path is read if it exists and written on ``close()``.
+        Earlier requests of this model. A path is read if it exists; it is written after requests (`autosave`), by ``close()``, when
+        the cache is collected, when the interpreter ends, and before SIGTERM or SIGHUP end it. Several caches and processes may
+        share one: each adds what it has gained. An object is read and learns, and is not written.
     history_capacity : int
         Requests kept in a history made here.
     prefetch : bool
@@ -61,6 +63,12 @@ class ExpertCache:
         Record what is routed into a folder, and fit the history's forecaster anew in a process of low priority whenever the
         log has doubled; requests begun after a fit use its weights. True: a folder beside the history's file, with the
         ending ``.learn``. The log is bounded (:data:`moecache.learning.LOG_TOKENS`). Off by default.
+    autosave : float, optional
+        Seconds after which a request that has ended is in the history's file, at the latest; a thread writes it meanwhile. None:
+        not before the end.
+    save_on_signals : bool
+        Whether SIGTERM and SIGHUP, where they have their default effect when the first cache with files is made in the main
+        thread, save histories, recordings and logs first. Handlers that the program has set are never replaced.
     top_k : int, optional
         Experts per token. When known, a capacity below it is refused and the history is checked against it.
     threads : int, optional
@@ -100,6 +108,8 @@ class ExpertCache:
         prefetch: bool = True,
         prefetch_waste: float = 0.25,
         learn: bool | str | os.PathLike[str] = False,
+        autosave: float | None = 60.0,
+        save_on_signals: bool = True,
         top_k: int | None = None,
         threads: int | None = None,
         timeout: float = 60.0,
@@ -120,8 +130,10 @@ class ExpertCache:
         if not prefetch_waste >= 0:
             raise PolicyError(f"prefetch_waste {prefetch_waste} is no share: expected a number from 0 on, such as 0.25")
         slots = self._slots_for(capacity)
-        self.history, self._history_path = open_history(history, Fingerprint.of(bank, top_k), history_capacity)
-        self._learner = open_learner(learn, self.history, self._history_path, self._policy.name)
+        self._files = CacheFiles(
+            history, Fingerprint.of(bank, top_k), history_capacity, learn, self._policy.name, autosave, save_on_signals
+        )
+        self.history, self._learner = self._files.history, self._files.learner
         self.closed = False
         self._resizing = threading.Lock()
         self._resizer = 0  # the thread that holds it
@@ -140,12 +152,10 @@ class ExpertCache:
         try:
             self._runtime = Runtime(setup, Pool(bank.kinds, slots, self.device))
         except BaseException:
-            if self._learner is not None:
-                self._learner.close()
+            self._files.abandon()
             raise
         self._say_if_small()
-        if self._learner is not None:
-            self._learner.watch(self)
+        self._files.watch(self)
 
     def _slots_for(self, capacity: int | float | str) -> tuple[int, ...]:
         per_kind = [0] * len(self.bank.kinds)
@@ -297,12 +307,8 @@ class ExpertCache:
         ------
         ClosedError
         """
-        from .lab.record import Recorder
-
         self._check_open()
-        if self._recorder is not None:
-            self._recorder.close()
-        self._recorder = Recorder(self, path, model)
+        self._recorder = self._files.record(self, path, model)
         return self._recorder
 
     def resize(self, capacity: int | float | str) -> None:
@@ -399,20 +405,19 @@ class ExpertCache:
         A second call does nothing.
         """
         if self.closed:
+            self._files.close()
             return
+        self._files.ending()
         self.closed = True
-        while True:
-            # A resize that takes place between the look and the call leaves another runtime to be closed.
-            runtime = self._current()
-            runtime.close()
-            if runtime.core.successor is None:
-                break
-        if self._recorder is not None:
-            self._recorder.close()
-        if self._learner is not None:
-            self._learner.close()
-        if self._history_path is not None:
-            self.history.save(self._history_path)
+        try:
+            while True:
+                # A resize that takes place between the look and the call leaves another runtime to be closed.
+                runtime = self._current()
+                runtime.close()
+                if runtime.core.successor is None:
+                    break
+        finally:
+            self._files.close()
 
     def __enter__(self) -> ExpertCache:
         return self

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ._core import ForecastWeights, HistoryStore, RequestState
 from .errors import ForecasterError, HistoryFormatError
+from .files import write_atomically
 from .forecaster import Forecaster
 from .history_file import FORECASTER, FORMAT, LEARNED, VERSION, check_room, read_history
 from .tensorfile import shape_fault
@@ -236,24 +235,11 @@ class History:
         return kept
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file, under a temporary name first: a reader never sees half of one."""
-        from safetensors.numpy import save
+        """Write a safetensors file, under a temporary name first: a reader never sees half of one.
 
-        weights = {} if self.forecaster is None else self.forecaster.tensors()
-        data = save(
-            {
-                **self._arrays(),
-                **{FORECASTER + name: np.ascontiguousarray(array) for name, array in weights.items()},
-            },
-            metadata={
-                "format": FORMAT,
-                "version": VERSION,
-                "fingerprint": json.dumps(self.fingerprint),
-                "tokens": str(self.store.tokens),
-                "capacity": str(self.capacity),
-            },
-        )
-        write_atomically(Path(path), data)
+        What is there is replaced. A cache that was given a path takes in what others have written (:mod:`moecache.persistence`).
+        """
+        write_atomically(Path(path), Snapshot.of(self).format())
 
     @classmethod
     def load(
@@ -299,25 +285,13 @@ class History:
 
     def copy(self) -> History:
         """A history of its own with the same contents."""
-        history = History(self.fingerprint, self.capacity)
-        history._fill(self._arrays(), self.store.tokens)
+        history, now = History(self.fingerprint, self.capacity), Snapshot.of(self)
+        history._fill(now.arrays(), now.tokens)
         history.forecaster = self.forecaster
         return history
 
-    def _arrays(self) -> dict[str, np.ndarray]:
-        # What a file holds, but for the forecaster.
-        store, order = self.store, self.store.order()
-        return {
-            # Oldest first: entries that are read one after the other are as old as their place says.
-            "prompt": store.prompt_counts[order],
-            "decode": store.decode_counts[order],
-            "total": store.total,
-            **{name: getattr(store, name) for name in LEARNED},
-            **{f"online.{name}": value for name, value in store.weights.arrays().items()},
-        }
-
     def _fill(self, arrays: Mapping[str, np.ndarray], tokens: int) -> None:
-        # Into a new history, what `_arrays` gave.
+        # Into a new history, what `Snapshot.arrays` gave.
         for prompt, decode in zip(arrays["prompt"], arrays["decode"], strict=True):
             self.store.add(prompt, decode, 0)
         self.store.restore(arrays["total"], tokens, *(arrays[name] for name in LEARNED))
@@ -337,47 +311,84 @@ def _another_model(what: str, expected: Fingerprint, found: Fingerprint) -> Hist
     )
 
 
+class Snapshot(NamedTuple):
+    """What a history holds at one moment, oldest request first; the arrays are copies."""
+
+    fingerprint: Fingerprint
+    capacity: int
+    finished: int  # requests ever written into entries
+    written: np.ndarray  # for each entry, `finished` before it was written
+    prompt: np.ndarray
+    decode: np.ndarray
+    total: np.ndarray
+    tokens: int
+    learned: dict[str, np.ndarray]
+    online: dict[str, np.ndarray]
+    forecaster: Forecaster | None
+
+    @classmethod
+    def of(cls, history: History) -> Snapshot:
+        store = history.store
+        finished = -1
+        while finished != store.finished:  # a request ended in another thread meanwhile
+            finished = store.finished
+            written = _copy(store.written[: store.size])
+            prompt, decode = _copy(store.prompt_counts[: len(written)]), _copy(store.decode_counts[: len(written)])
+        order = np.argsort(written)
+        prompt, decode = prompt[order], decode[order]
+        # A request that ends right now is counted in the sums after it is kept.
+        kept = prompt.sum(0, dtype=np.int64) + decode.sum(0, dtype=np.int64)
+        return cls(
+            history.fingerprint,
+            history.capacity,
+            finished,
+            written[order],
+            prompt,
+            decode,
+            np.maximum(_copy(store.total), kept),
+            store.tokens,
+            {name: _copy(getattr(store, name)) for name in LEARNED},
+            {name: _copy(value) for name, value in store.weights.arrays().items()},
+            history.forecaster,
+        )
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What a file holds, but for the forecaster."""
+        return {
+            # Oldest first: entries that are read one after the other are as old as their place says.
+            "prompt": self.prompt,
+            "decode": self.decode,
+            "total": self.total,
+            **self.learned,
+            **{f"online.{name}": value for name, value in self.online.items()},
+        }
+
+    def format(self) -> bytes:
+        """The file, a safetensors one."""
+        from safetensors.numpy import save
+
+        weights = {} if self.forecaster is None else self.forecaster.tensors()
+        return save(
+            {
+                **self.arrays(),
+                **{FORECASTER + name: np.ascontiguousarray(array) for name, array in weights.items()},
+            },
+            metadata={
+                "format": FORMAT,
+                "version": VERSION,
+                "fingerprint": json.dumps(self.fingerprint),
+                "tokens": str(self.tokens),
+                "capacity": str(self.capacity),
+            },
+        )
+
+
+def _copy(array: np.ndarray) -> np.ndarray:
+    # tobytes() keeps the GIL, under which all is written; ndarray.copy() lets it go.
+    return np.frombuffer(array.tobytes(), array.dtype).reshape(array.shape)
+
+
 def matched_counts(prompt: np.ndarray, decode: np.ndarray) -> np.ndarray:
     """What a store compares: tokens of prompt and answer together, at most 65535 of an expert."""
     joined: np.ndarray = np.minimum(prompt.astype(np.int32) + decode, 65535)
     return joined
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a whole file or leave what was there."""
-    with whole_file(path) as file:
-        file.write(data)
-
-
-@contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that takes its name only when all of it is written; what was there stays until then."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    # Not mkstemp: its files are for their owner alone.
-    try:
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-
-
-def open_history(
-    history: History | str | os.PathLike[str] | None, fingerprint: Fingerprint, capacity: int
-) -> tuple[History, Path | None]:
-    """The history a cache shall use and the file to keep it in: an object, a file that may not exist yet, or a new one."""
-    if isinstance(history, History):
-        history._check(fingerprint, "this history", expected=fingerprint)
-        return history, None
-    if history is None:
-        return History(fingerprint, capacity), None
-    path = Path(history)
-    if path.exists():
-        return History.load(path, fingerprint, expected_capacity=capacity), path
-    if not path.parent.is_dir():
-        raise HistoryFormatError(f"no folder {path.parent} to keep the history {path.name} in")
-    return History(fingerprint, capacity), path

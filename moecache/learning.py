@@ -1,6 +1,6 @@
 """Learning as it runs: a log of what was routed, and a process of low priority that fits the forecaster to it anew.
 
-No thread: what a fit has left is taken up as requests begin and end.
+Nothing runs beside the requests here: what a fit has left is taken up as they begin and end.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import LearnError, MoeCacheError
+from .errors import HistoryFormatError, LearnError, MoeCacheError, TraceFormatError
+from .files import Apart
 from .history import History
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ _PART_TOKENS = 5_000  # a part of the log, the unit in which it forgets
 _FIRST_TOKENS, _FIRST_REQUESTS = 1_250, 5  # the least that a fit accepts, which holds a request out
 _MEASURED = 4_000  # tokens after each fit
 _PATIENCE_S = 5.0  # for a killed process, which has to be given the processor once more to end
+_INPUT = "input-"  # before the names of what a fit reads
 _SETTINGS: dict[str, Any] = {}  # of moecache.lab.Settings, where not the defaults
 
 
@@ -61,28 +63,35 @@ class Learner:
     LearnError
         The folder cannot be used, or another cache uses it.
     TraceFormatError, HistoryFormatError
-        What lies there is damaged, or of another model.
+        What lies there is of another model. What is damaged is set aside.
     """
 
     def __init__(self, folder: Path, history: History) -> None:
-        self.folder, self.history = folder, history
+        # Nothing is imported later on, where a signal handler may have interrupted another import (files.Apart).
+        from .lab import record, spill, trace  # noqa: F401
+
+        self.folder, self.history = Path(os.path.abspath(folder)), history
         self.fits = self.fits_failed = 0
-        self._owner = os.getpid()
-        self._turn = threading.Lock()  # of the log and the fit
-        self._lock = threading.Lock()  # of the recorder, never held while something is written
+        self.closed = False
+        self._apart = Apart()  # of the folder: the log's parts and the fit
+        self._lock = threading.RLock()  # of the recorder that steps go to
         self._recorder: Recorder | None = None
+        self._sealed: list[Recorder] = []  # not parts of the log yet
         self._recording = True
         self._fit = _Fit()
+        self._gave_up = False
+        self._said: list[tuple[Any, ...]] = []  # of work during which nothing may be logged
         self._hold()
         try:
-            for leftover in (*folder.glob("*.part"), *folder.glob("*.tmp")):
-                leftover.unlink(missing_ok=True)
             self._parts = self._read_parts()
             # The log's end when the last fit was begun; a token count, like every name in the folder.
             self._tried = self._take_earlier()
+            self._rescue()
         except BaseException:
             self._held.close()
             raise
+        finally:
+            self._say()
 
     def _hold(self) -> None:
         try:
@@ -100,72 +109,156 @@ class Learner:
 
         parts = {}
         for path in sorted(self.folder.glob("log-*.safetensors")):
-            trace = read_trace(path)
+            try:
+                trace = read_trace(path)
+            except TraceFormatError as error:
+                self._set_aside(path, error)
+                continue
             check_same_model(trace, self.history.fingerprint, "the model of this cache", "the cache")
             parts[path] = trace.tokens, trace.requests
         return parts
 
+    def _rescue(self) -> None:
+        # What a killed process has left: nobody else writes here.
+        from .lab.spill import SUFFIX, recover
+
+        self._clear_inputs()
+        for leftover in self.folder.glob("*.tmp"):
+            leftover.unlink(missing_ok=True)
+        for spill in sorted(self.folder.glob(f"*{SUFFIX}")):
+            rescued = self.folder / "log.safetensors"
+            try:
+                tokens, requests = recover(spill, rescued)
+            except (TraceFormatError, OSError) as error:
+                self._set_aside(spill, error)
+                continue
+            if tokens:
+                self._append(rescued, tokens, requests)
+                self._later(
+                    logging.INFO, "%d tokens of a run that was killed are in the log of %s", tokens, self.folder
+                )
+
+    def _set_aside(self, path: Path, error: Exception) -> None:
+        aside = path.with_name(f"{path.name}.damaged")
+        with contextlib.suppress(OSError):
+            os.replace(path, aside)
+        self._later(logging.WARNING, "damaged, set aside as %s, and learning goes on without it: %s", aside, error)
+
+    def _later(self, level: int, message: str, *arguments: object) -> None:
+        self._said.append((level, message, *arguments))
+
+    def _say(self) -> None:
+        while self._said:
+            logger.log(*self._said.pop(0))
+
     def _take_earlier(self) -> int:
         # Up to which token an earlier run has fitted.
-        fitted = max(self.folder.glob("fitted-*.history"), default=None)
-        if fitted is None:
-            return 0
-        forecaster = History.load(fitted, self.history.fingerprint).forecaster
-        if self.history.forecaster is None:
-            self.history.forecaster = forecaster
-        return _number(fitted)
-
-    def watch(self, cache: ExpertCache) -> None:
-        """End the fit under way when the cache is collected, or the interpreter ends, without ``close()``."""
-        weakref.finalize(cache, self._fit.kill)
+        while (fitted := max(self.folder.glob("fitted-*.history"), default=None)) is not None:
+            try:
+                forecaster = History.load(fitted).forecaster
+            except HistoryFormatError as error:
+                self._set_aside(fitted, error)
+                continue
+            History.load(fitted, self.history.fingerprint)
+            if self.history.forecaster is None:
+                self.history.forecaster = forecaster
+            return _number(fitted)
+        return 0
 
     def step(self, request: Request, layer: int, ids: torch.Tensor, decode: bool, counted: torch.Tensor | None) -> None:
         """Take down one routed step, as :meth:`moecache.lab.record.Recorder.step` does."""
-        if not self._recording or os.getpid() != self._owner:
+        if not self._recording:
             return
+        error = None
         with self._lock:
-            recorder = self._recorder or self._open(request.cache)
+            recorder = self._recorder
+            if recorder is None:
+                recorder, error = self._open(request.cache)
+                if self.closed and recorder is not None:  # by a signal handler, just now
+                    recorder.seal()
+                    recorder.discard()
             if recorder is not None and recorder.tokens < LOG_TOKENS:
                 recorder.step(request, layer, ids, decode, counted)
+        if error is not None:
+            self._give_up(error)
+            self._say()
 
     def between_requests(self) -> None:
         """Take up the weights of a fit that has ended, and begin another if the log has grown enough."""
-        # Where another thread is at it, this one has nothing to do.
-        if os.getpid() != self._owner or not self._turn.acquire(blocking=False):
+        if self.closed:
             return
-        try:
-            self._take()
-            recorder = self._recorder
-            if recorder is not None:
-                due = not self._fit.running and self._due(recorder)
-                if due or recorder.tokens >= _PART_TOKENS:
-                    self._end_part()
-            if not self._fit.running:  # which reads the log
-                self._forget()
-                if self._due(None):
-                    self._begin_fit()
-        finally:
-            self._turn.release()
+        recorder, running = self._recorder, self._fit.running
+        due = not running and self._due(recorder)
+        if recorder is not None and (due or recorder.tokens >= _PART_TOKENS or recorder.error is not None):
+            self._seal()
+        if running or due or self._sealed:
+            self._apart.run(self._advance)
+            self._say()
 
     def close(self) -> None:
-        """End the fit under way and keep what was recorded: the next run in this folder begins it again."""
-        if os.getpid() != self._owner:
-            return
-        with self._turn:
-            self._take()
-            self._fit.kill()
-            self._end_part(last=True)
-            self._held.close()
+        """End the fit under way and keep what was recorded: the next run in this folder begins it again.
 
-    def _open(self, cache: ExpertCache) -> Recorder | None:
+        A signal handler may call it at any point.
+        """
+        if self.closed:
+            return
+        self._recording = False
+        self._seal(last=True)
+        self._apart.run(self._end_all)
+        self._say()
+
+    def disown(self) -> None:
+        """In a forked child: the folder is the parent's."""
+        self.closed, self._recording = True, False
+        for recorder in (self._recorder, *self._sealed):
+            if recorder is not None:
+                recorder.disown()
+        self._held.close()
+        self._fit.disown()
+
+    def _open(self, cache: ExpertCache) -> tuple[Recorder | None, OSError | None]:
         from .lab.record import Recorder
     from .request import Request
 
         try:
             self._recorder = Recorder(cache, self.folder / "log.safetensors")
         except OSError as error:
-            self._give_up(error)
-        return self._recorder
+            return None, error
+        return self._recorder, None
+
+    def _seal(self, last: bool = False) -> None:
+        # Steps go into another part from here on. No work on the folder waits for this lock: its holder may be waiting for
+        # such work, in a signal handler.
+        with self._lock:
+            recorder = self._recorder
+            # A forward pass goes into one part: another request may be in the middle of one.
+            if recorder is not None and (last or not recorder.under_way):
+                if recorder not in self._sealed:
+                    self._sealed.append(recorder)
+                self._recorder = None
+            for sealed in list(self._sealed):
+                sealed.seal()
+
+    # The rest is done apart, a piece at a time.
+
+    def _advance(self) -> None:
+        if self.closed:
+            return
+        self._take()
+        self._keep_sealed()
+        self._forget()
+        if not self._fit.running and self._due(None):
+            self._begin_fit()
+
+    def _end_all(self) -> None:
+        if self.closed:
+            return
+        self._take()
+        self._fit.kill()
+        self._clear_inputs()
+        self._keep_sealed()
+        self._held.close()
+        self.closed = True
 
     def _end(self) -> int:
         return max((_number(path) for path in self._parts), default=self._tried)
@@ -177,46 +270,57 @@ class Learner:
         grown = self._end() + new[0] - self._tried >= max(1, min(self._tried, LOG_TOKENS // 2))
         return grown and tokens >= _FIRST_TOKENS and requests >= _FIRST_REQUESTS
 
-    def _end_part(self, last: bool = False) -> None:
-        with self._lock:
-            recorder = self._recorder
-            self._recording = self._recording and not last
-            # A forward pass goes into one part: another request may be in the middle of one.
-            if recorder is None or (recorder.under_way and not last):
-                return
-            self._recorder = None
-        try:
-            recorder.close()
-            if recorder.tokens:
-                path = self.folder / f"log-{self._end() + recorder.tokens:012}.safetensors"
-                os.replace(recorder.path, path)
-                self._parts[path] = recorder.tokens, recorder.requests
-        except OSError as error:
-            self._give_up(error)
+    def _keep_sealed(self) -> None:
+        # One that `_seal` is at has its turn next time.
+        for recorder in [recorder for recorder in self._sealed if recorder.closed]:
+            try:
+                recorder.finish()
+                if recorder.tokens:
+                    self._append(recorder.path, recorder.tokens, recorder.requests)
+                if recorder.error is not None:
+                    raise recorder.error
+            except OSError as error:
+                recorder.discard()
+                self._give_up(error)
+            self._sealed.remove(recorder)
+
+    def _append(self, written: Path, tokens: int, requests: int) -> None:
+        path = self.folder / f"log-{self._end() + tokens:012}.safetensors"
+        os.replace(written, path)
+        # Other threads look at it meanwhile.
+        self._parts = {**self._parts, path: (tokens, requests)}
 
     def _give_up(self, error: OSError) -> None:
-        self._recording = False
-        logger.warning("learning ends, as its log cannot be written to %s: %s", self.folder, error)
+        if not self._gave_up:
+            self._later(logging.WARNING, "learning ends, as its log cannot be written to %s: %s", self.folder, error)
+        self._gave_up, self._recording = True, False
 
     def _forget(self) -> None:
         while len(self._parts) > 1 and sum(tokens for tokens, _ in self._parts.values()) > LOG_TOKENS:
-            oldest = next(iter(self._parts))
+            oldest, *others = self._parts
             oldest.unlink(missing_ok=True)
-            del self._parts[oldest]
+            self._parts = {path: self._parts[path] for path in others}
 
     def _begin_fit(self) -> None:
         self._tried = self._end()
         target = self.folder / f"fitted-{self._tried:012}.history"
         try:
-            self._fit.start(target, list(self._parts), self.folder / "fit.log", _SETTINGS)
+            # Links of its own: the log goes on forgetting however long the fit takes to read it.
+            inputs = [_link(path, self.folder / f"{_INPUT}{path.name}") for path in self._parts]
+            self._fit.start(target, inputs, self.folder / "fit.log", _SETTINGS)
         except OSError as error:
             self._failed(str(error))
+
+    def _clear_inputs(self) -> None:
+        for path in self.folder.glob(f"{_INPUT}*"):
+            path.unlink(missing_ok=True)
 
     def _take(self) -> None:
         code = self._fit.ended()
         if code is None:
             return
         target, said = self._fit.target, _last_line(self.folder / "fit.log")
+        self._clear_inputs()
         if code != 0:
             self._failed(said if code > 0 else f"ended by signal {-code}")
             return
@@ -226,21 +330,22 @@ class Learner:
             self._failed(str(error))
             return
         self.fits += 1
-        logger.info("a new forecaster serves the requests from here on: %s", said)
+        self._later(logging.INFO, "a new forecaster serves the requests from here on: %s", said)
         for path in self.folder.glob("fitted-*.history"):
             if path != target:
                 path.unlink(missing_ok=True)
 
     def _failed(self, why: str) -> None:
         self.fits_failed += 1
-        logger.warning("a fit in the background failed, the forecaster stays as it was (%s): %s", self.folder, why)
+        self._later(
+            logging.WARNING, "a fit in the background failed, the forecaster stays as it was (%s): %s", self.folder, why
+        )
 
 
 class _Fit:
     """The process that fits. Nothing of the cache hangs on it, so that a cache left without ``close()`` can end it."""
 
     def __init__(self) -> None:
-        self._owner = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
         self.target = Path()
 
@@ -249,23 +354,21 @@ class _Fit:
         return self._process is not None
 
     def start(self, target: Path, traces: list[Path], log: Path, settings: Mapping[str, Any]) -> None:
-        command = [sys.executable, "-m", "moecache.lab.refit", str(os.getpid()), str(_MEASURED), json.dumps(settings)]
+        # It starts with the standard library alone (-I -S), then finds what this process has found: never a module that
+        # lies in the folder it happens to run in.
+        package = sys.modules[__package__]
+        found = json.dumps({"path": _search_path(), "file": package.__file__, "folders": list(package.__path__)})
+        command = [sys.executable, "-I", "-S", "-c", _CHILD, found]
+        arguments = [str(os.getpid()), str(_MEASURED), json.dumps(settings), str(target), *map(str, traces)]
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
-        # It finds the modules that this process has found, and no GPU.
-        environment = {
-            **os.environ,
-            **threads,
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-        }
         with open(log, "wb") as output:
             self._process = subprocess.Popen(
-                [*command, str(target), *map(str, traces)],
+                [*command, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for the owner, who ends it
-                env=environment,
+                env={**os.environ, **threads, "CUDA_VISIBLE_DEVICES": ""},
             )
         self.target = target
         _lower_priority(self._process.pid)
@@ -278,13 +381,46 @@ class _Fit:
         return code
 
     def kill(self) -> None:
-        # A forked copy of the owner leaves it alone.
-        if self._process is None or os.getpid() != self._owner:
+        if self._process is None:
             return
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_PATIENCE_S)
         self._process = None
+
+    def disown(self) -> None:
+        """In a forked child: the process is the parent's."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.returncode = 0  # or it would be said to run still
+
+
+_CHILD = """
+import importlib.util, json, sys
+found = json.loads(sys.argv[1])
+sys.path += found["path"]
+spec = importlib.util.spec_from_file_location("moecache", found["file"], submodule_search_locations=found["folders"])
+package = sys.modules["moecache"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(package)
+from moecache.lab.refit import main
+main(sys.argv[2:])
+"""
+
+
+def _search_path() -> list[str]:
+    try:
+        here = os.path.realpath(os.getcwd())
+    except FileNotFoundError:
+        here = ""
+    return [path for path in sys.path if os.path.isabs(path) and os.path.realpath(path) != here]
+
+
+def _link(path: Path, to: Path) -> Path:
+    try:
+        os.link(path, to)
+    except OSError:  # no links in this file system
+        shutil.copyfile(path, to)
+    return to
 
 
 def _lower_priority(pid: int) -> None:
@@ -307,9 +443,7 @@ def _last_line(path: Path) -> str:
         return str(error)
 
 
-def open_learner(
-    learn: bool | str | os.PathLike[str], history: History, history_path: Path | None, policy: str
-) -> Learner | None:
+def open_learner(learn: object, history: History, history_path: Path | None, policy: str) -> Learner | None:
     """What ``ExpertCache(learn=...)`` asks for.
 
     Raises
@@ -322,6 +456,8 @@ def open_learner(
     if policy != "expected-next-use":
         raise LearnError(f"learn is for the policy expected-next-use; {policy} has no use for a forecaster")
     if learn is not True:
+        if not isinstance(learn, (str, os.PathLike)) or not os.fspath(learn):
+            raise LearnError(f"learn is {learn!r}: expected True, or the name of a folder for the log")
         return Learner(Path(learn), history)
     if history_path is None:
         raise LearnError("learn=True keeps its log next to the history's file: give history=PATH, or learn=FOLDER")

@@ -34,6 +34,7 @@ class Request:
         while (state := cache._runtime.core.begin_request()) is None:
             cache._follow(began)
         self._state: RequestState = state
+        cache._files.begun(state)
         self._decoded_at = 0.0
         self._waited_s = 0.0
         self.closed = False
@@ -192,10 +193,10 @@ class Request:
         if runtime.copies is not None and not cache.closed:
             runtime.copies.mark_readers(runtime.core.pinned_by(self._state))
         began = time.monotonic()
+        cache._files.ending(self._state)  # before it ends, lest a signal handler counts it a second time
         while not cache._runtime.core.end_request(self._state, keep):
             cache._follow(began)
-        if cache._learner is not None and not cache.closed:
-            cache._learner.between_requests()
+        cache._files.ended()
 
     def __enter__(self) -> Request:
         return self

@@ -291,7 +291,7 @@ def test_fingerprints_tell_models_apart() -> None:
     assert "2 layers of 8 experts, top-2" in str(base)
 
 
-@pytest.mark.failure("56")
+@pytest.mark.failure("56", "125")
 @pytest.mark.parametrize(
     "other",
     [
@@ -482,6 +482,7 @@ def test_a_failing_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest
     assert len(History.load(path)) == 5
 
 
+@pytest.mark.failure("126")
 def test_a_disk_that_fills_up_leaves_the_old_file(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     import signal

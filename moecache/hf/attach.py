@@ -156,7 +156,12 @@ class Attachment:
 
     def remove(self) -> None:
         self.requests.end()
-        self.cache.close()
+        try:
+            self.cache.close()
+        finally:  # what it could not write is raised when the model is whole again
+            self._restore()
+
+    def _restore(self) -> None:
         self.cache.bank.close()
         for handle in self._handles:
             handle.remove()

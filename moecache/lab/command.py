@@ -15,7 +15,8 @@ import numpy as np
 import typer
 
 from ..errors import FitError, HistoryFormatError, PolicyError
-from ..history import History, write_atomically
+from ..files import write_atomically
+from ..history import History
 from ..policy import Score, score
 from .counts import Counts, holds_counts
 from .fit import Settings, fit

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from ..errors import FitError, TraceFormatError
+from ..files import write_atomically
 from ..forecaster import HORIZONS, Forecaster
-from ..history import History, write_atomically
+from ..history import History
 from .fit_report import FitReport, measure
 from .network import Network
 from .replay import trained_history

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..forecaster import HORIZONS, Forecaster
 from ..history import Fingerprint
+from ..jit import compiled
 from .sequences import CHUNK, UNKNOWN, Batch
 
 __all__ = ["Network", "Question"]
@@ -260,7 +261,7 @@ def _sigmoid(z: Any) -> Any:
     return np.float32(0.5) + np.float32(0.5) * over / under
 
 
-@numba.njit(fastmath=True, nogil=True, cache=True, error_model="numpy")
+@compiled(fastmath=True, nogil=True, error_model="numpy")
 def _errors(
     z: np.ndarray,
     bias: np.ndarray,

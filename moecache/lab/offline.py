@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
-
-import numba
 import numpy as np
+
+from ..jit import compiled
 
 __all__ = ["belady_hits", "next_uses", "reuse_distances", "sequential_hits", "waiting_hits"]
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-
-def _jit(function: _Function) -> _Function:
-    compiled: Any = numba.njit(cache=True)(function)
-    return compiled  # type: ignore[no-any-return]
-
-
-@_jit
+@compiled()
 def next_uses(experts: np.ndarray, start: np.ndarray, num_experts: int) -> np.ndarray:
     """When each routed expert is used next.
 
@@ -51,7 +42,7 @@ def next_uses(experts: np.ndarray, start: np.ndarray, num_experts: int) -> np.nd
     return out
 
 
-@_jit
+@compiled()
 def reuse_distances(experts: np.ndarray, start: np.ndarray, num_experts: int) -> np.ndarray:
     """How many distinct experts were used since each demand's expert was last used: the LRU stack distance of single demands.
 
@@ -110,7 +101,7 @@ def reuse_distances(experts: np.ndarray, start: np.ndarray, num_experts: int) ->
     return histogram
 
 
-@_jit
+@compiled()
 def belady_hits(
     experts: np.ndarray, start: np.ndarray, next_use: np.ndarray, num_experts: int, capacity: int, bypass: bool
 ) -> np.ndarray:
@@ -175,7 +166,7 @@ def belady_hits(
     return hits
 
 
-@_jit
+@compiled()
 def sequential_hits(keys: np.ndarray, num_keys: int, capacity: int, rule: int) -> int:
     """Hits when each key is judged and served on its own, as general cache simulators do.
 
@@ -221,7 +212,7 @@ def sequential_hits(keys: np.ndarray, num_keys: int, capacity: int, rule: int) -
     return hits
 
 
-@_jit
+@compiled()
 def waiting_hits(
     experts: np.ndarray,
     start: np.ndarray,

@@ -3,96 +3,147 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
+import logging
 import os
-import struct
-import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from ..history import Fingerprint, whole_file
+from ..errors import TraceFormatError
+from ..files import Apart, clear_leftovers, left_behind
+from ..history import Fingerprint
+from .spill import Layout, create_spill, pack, recover, spills_of, write_all
 
 if TYPE_CHECKING:
     from ..cache import ExpertCache
     from ..request import Request
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "rescue"]
+
+logger = logging.getLogger("moecache")
+
+_MOST_EXPERTS = 32767  # an id is an int16
+
+
+class _Recorded:
+    """What a recording keeps of a request."""
+
+    __slots__ = ("number", "written")
+
+    def __init__(self, number: int) -> None:
+        self.number, self.written = number, False
 
 
 class _Pass:
     """One forward pass of one request, as far as it has come."""
 
-    def __init__(self, request: Request, shape: tuple[int, int, int], decode: bool, counted: np.ndarray | None) -> None:
-        self.request, self.decode, self.counted = request, decode, counted
+    def __init__(
+        self,
+        request: Request,
+        of: _Recorded,
+        shape: tuple[int, int, int],
+        decode: bool,
+        counted: np.ndarray | None,
+    ) -> None:
+        # Weak: a cache that nobody closes is collected, and its recording then finished.
+        self.request, self.of, self.decode, self.counted = weakref.ref(request), of, decode, counted
         self.experts = np.full(shape, -1, np.int16)
         self.layer = -1
 
-
-class _Head(NamedTuple):
-    # Of a pass in the spill file; its ids and its counted flags follow.
-    request: int
-    decode: int
-    tokens: int
-    k: int
-
-
-_HEAD = struct.Struct("<iiii")
+    @property
+    def over(self) -> bool:
+        request = self.request()
+        return request is None or request.closed
 
 
 class Recorder:
     """Writes what a cache routes into a trace file, which appears whole when the recorder or the cache is closed.
 
-    Finished forward passes go to a temporary file beside it, so memory holds only the running ones. The ids are those that
-    :meth:`moecache.Request.route` has on the CPU anyway: nothing is waited for. A disk that fills up ends the recording, not the
-    model; ``close()`` then raises the error.
+    Finished forward passes go to a temporary file beside it (``.part``), so memory holds only the running ones. The ids are
+    those that :meth:`moecache.Request.route` has on the CPU anyway: nothing is waited for. A disk that fills up ends the
+    recording, not the model; ``close()`` then raises the error, the temporary file stays, and a second ``close()`` makes the
+    trace of what is in it. What a killed process leaves becomes a trace of its own when the next one records to this path.
+
+    A signal handler may call ``close()`` at any point. In a forked child the recording is the parent's: nothing is taken
+    down and ``close()`` does nothing.
 
     Made by :meth:`moecache.ExpertCache.record`. A context manager.
+
+    Raises
+    ------
+    TraceFormatError
+        The path does not end in .safetensors, or the ids do not fit a trace.
+    OSError
+        Nothing can be written there.
     """
 
     def __init__(self, cache: ExpertCache, path: str | os.PathLike[str], model: str | None = None) -> None:
-        self.path = Path(path)
+        self.path = Path(os.path.abspath(path))
+        if self.path.suffix != ".safetensors" or self.path.is_dir():
+            raise TraceFormatError(
+                f"a recording to {os.fspath(path)!r}: expected a file name that ends in .safetensors"
+            )
+        if max(cache.num_experts) > _MOST_EXPERTS:
+            raise TraceFormatError(
+                f"a trace holds at most {_MOST_EXPERTS} experts a layer; this model has {max(cache.num_experts)}"
+            )
         bank = cache.bank
         nbytes = {bank.expert_nbytes(layer) for layer in range(cache.layers)}
-        self._layers, self._sentinel, self._top_k = cache.layers, cache._sentinel, cache.top_k or 0
-        self._num_experts = cache.num_experts
-        self._metadata = {
-            "model": model or self.path.stem,
-            "digest": Fingerprint.of(bank, cache.top_k).digest,
-            "source": "recorded by moecache",
-            **({"expert_nbytes": str(nbytes.pop())} if len(nbytes) == 1 else {}),
-        }
+        self._layers, self._sentinel = cache.layers, cache._sentinel
         self.closed = False
-        self.tokens = 0
-        self.requests = self._passes = self._uncounted = self._padding = 0
+        self.tokens = self.requests = 0
         self._running: dict[int, _Pass] = {}
-        self._numbers: weakref.WeakKeyDictionary[Request, int] = weakref.WeakKeyDictionary()
-        self._error: OSError | None = None
-        self._lock = threading.Lock()
-        handle, self._spill_path = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name, suffix=".part")
-        self._spill: IO[bytes] = os.fdopen(handle, "w+b")
+        self._known: weakref.WeakKeyDictionary[Request, _Recorded] = weakref.WeakKeyDictionary()
+        self._numbers = itertools.count()
+        self.error: OSError | None = None  # what has ended the recording early
+        # Of steps and `seal`. A signal handler comes back to it, so that all in here holds after each statement.
+        self._lock = threading.RLock()
+        self._apart = Apart()
+        self._finished = False
+        self._spill, self._spill_path = create_spill(
+            self.path,
+            Layout(
+                self.path.name,
+                tuple(cache.num_experts),
+                cache.top_k or 0,
+                {
+                    "model": model or self.path.stem,
+                    "digest": Fingerprint.of(bank, cache.top_k).digest,
+                    "source": "recorded by moecache",
+                    **({"expert_nbytes": str(nbytes.pop())} if len(nbytes) == 1 else {}),
+                },
+            ),
+        )
 
-    def step(self, request: Request, layer: int, ids: torch.Tensor, decode: bool, counted: torch.Tensor | None) -> None:
-        """Take down one routed step. `ids` are on the CPU and checked."""
+    def step(self, request: Request, layer: int, ids: torch.Tensor, decode: bool, counted: torch.Tensor | None) -> bool:
+        """Take down one routed step, unless the recording is over. `ids` are on the CPU and checked."""
+        if self._finished:  # in a forked child, where the lock may be another thread's for good
+            return False
         key = id(request)
         with self._lock:
-            if self.closed or self._error is not None:
-                return
+            if self.closed or self.error is not None:
+                return False
             current = self._running.get(key)
-            if current is not None and (layer <= current.layer or ids.shape[0] != len(current.experts)):
+            if current is not None and (
+                current.request() is not request or layer <= current.layer or ids.shape[0] != len(current.experts)
+            ):
                 self._finish(key)
                 current = None
             if current is None:
-                for other in [key for key, running in self._running.items() if running.request.closed]:
+                for other in [key for key, running in self._running.items() if running.over]:
                     self._finish(other)
+                of = self._known.get(request)
+                if of is None:
+                    of = self._known[request] = _Recorded(next(self._numbers))
                 mask = None if counted is None else counted.cpu().numpy().astype(np.uint8)
-                current = self._running[key] = _Pass(request, (ids.shape[0], self._layers, ids.shape[1]), decode, mask)
+                shape = ids.shape[0], self._layers, ids.shape[1]
+                current = self._running[key] = _Pass(request, of, shape, decode, mask)
             if ids.shape[1] > current.experts.shape[2]:
                 wider = ((0, 0), (0, 0), (0, ids.shape[1] - current.experts.shape[2]))
                 current.experts = np.pad(current.experts, wider, constant_values=-1)
@@ -101,114 +152,82 @@ class Recorder:
             current.layer = layer
             if layer == self._layers - 1:
                 self._finish(key)
+        return True
 
     @property
     def under_way(self) -> bool:
         """Whether an open request is in the middle of a forward pass."""
         with self._lock:
-            return any(not running.request.closed for running in self._running.values())
+            return any(not running.over for running in self._running.values())
 
     def _finish(self, key: int) -> None:
         # The lock is held. A pass goes to the spill file.
-        done = self._running.pop(key)
-        tokens, _, k = done.experts.shape
-        if not tokens:
+        done = self._running.pop(key, None)
+        if done is None or not len(done.experts):
             return
-        number = self._numbers.get(done.request)
-        if number is None:
-            number = self._numbers[done.request] = self.requests
-            self.requests += 1
-        counted = np.ones(tokens, np.uint8) if done.counted is None else done.counted
+        counted = np.ones(len(done.experts), np.uint8) if done.counted is None else done.counted
         try:
-            self._spill.write(_HEAD.pack(number, int(done.decode), tokens, k))
-            self._spill.write(done.experts.tobytes())
-            self._spill.write(counted.tobytes())
+            write_all(self._spill, pack(done.of.number, done.decode, done.experts, counted))
         except OSError as error:
-            self._error = error
+            self.error = error
             return
-        self._top_k = max(self._top_k, k)
-        self._uncounted += int(tokens - counted.sum())
-        self._padding += int((done.experts < 0).sum())
-        self.tokens += tokens
-        self._passes += 1
+        except ValueError:  # a signal handler has closed it
+            return
+        self.requests += not done.of.written
+        done.of.written = True
+        self.tokens += len(done.experts)
+
+    def seal(self) -> None:
+        """Take nothing down any more; what there is, is in the spill file. :meth:`close` makes the trace."""
+        if self.closed:
+            return
+        with self._lock:
+            for key in list(self._running):
+                self._finish(key)
+            self.closed = True
+            self._spill.close()
 
     def close(self) -> None:
-        """Write the trace. A second call does nothing.
+        """Write the trace. A second call does nothing, or tries again what has failed.
 
         Raises
         ------
         OSError
-            The disk filled up, now or while recording; there is no trace then.
+            The disk filled up, now or while recording; there is no trace then, and the next call makes one of what could be
+            recorded.
         """
-        with self._lock:
-            if self.closed:
-                return
-            for key in list(self._running):
-                self._finish(key)
-            self.closed = True
-        try:
-            if self._error is not None:
-                raise self._error
-            self._spill.flush()
-            if self.tokens:
-                self._assemble()
-        finally:
-            self._spill.close()
-            with contextlib.suppress(OSError):
-                os.unlink(self._spill_path)
+        if self._finished:
+            return
+        self.seal()
+        error, self.error = self.error, None
+        if error is not None and not self.tokens:
+            self.discard()
+            raise error
+        if error is not None:
+            raise OSError(
+                error.errno,
+                f"{error.strerror}: the recording to {self.path} ended after {self.tokens} tokens; close() again, with "
+                f"room on the disk, makes a trace of those",
+                str(self._spill_path),
+            ) from error
+        self._apart.run(self.finish)
 
-    def _assemble(self) -> None:
-        # The safetensors layout: a header that says where each array lies, then the arrays, each by one walk over the passes.
-        small = not self._padding and max(self._num_experts) <= 256
-        kinds: dict[str, tuple[str, Any, tuple[int, ...]]] = {
-            "experts": ("U8", np.uint8, (self.tokens, self._layers, self._top_k))
-            if small
-            else ("I16", np.int16, (self.tokens, self._layers, self._top_k)),
-            "request": ("I32", np.int32, (self.tokens,)),
-            "forward": ("I32", np.int32, (self.tokens,)),
-            "decode": ("U8", np.uint8, (self.tokens,)),
-        }
-        if self._uncounted:
-            kinds["counted"] = ("U8", np.uint8, (self.tokens,))
-        with whole_file(self.path) as file:
-            file.write(self._header(kinds))
-            for name, (_, dtype, _) in kinds.items():
-                for part in self._parts(name):
-                    file.write(np.ascontiguousarray(part, dtype).tobytes())
+    def finish(self) -> None:
+        """What :meth:`close` does after :meth:`seal`; not to be interrupted."""
+        if not self._finished:
+            recover(self._spill_path, self.path)
+            self._finished = True
 
-    def _header(self, kinds: dict[str, tuple[str, Any, tuple[int, ...]]]) -> bytes:
-        uniform = len(set(self._num_experts)) == 1
-        metadata = {
-            **self._metadata,
-            "num_layers": str(self._layers),
-            "num_experts": str(self._num_experts[0]) if uniform else json.dumps(self._num_experts),
-            "top_k": str(self._top_k),
-        }
-        header: dict[str, Any] = {"__metadata__": metadata}
-        offset = 0
-        for name, (code, dtype, shape) in kinds.items():
-            nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-            header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
-            offset += nbytes
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        return struct.pack("<Q", len(text)) + text
+    def discard(self) -> None:
+        """After :meth:`seal`: leave nothing."""
+        self._finished = True
+        with contextlib.suppress(OSError):
+            self._spill_path.unlink()
 
-    def _parts(self, name: str) -> Iterator[np.ndarray]:
-        self._spill.seek(0)
-        for number in range(self._passes):
-            head = _Head(*_HEAD.unpack(self._spill.read(_HEAD.size)))
-            nbytes = head.tokens * self._layers * head.k * 2
-            if name == "experts":
-                shape = (head.tokens, self._layers, head.k)
-                ids = np.frombuffer(self._spill.read(nbytes), np.int16).reshape(shape)
-                yield np.pad(ids, ((0, 0), (0, 0), (0, self._top_k - head.k)), constant_values=-1)
-                self._spill.seek(head.tokens, os.SEEK_CUR)
-                continue
-            self._spill.seek(nbytes, os.SEEK_CUR)
-            counted = np.frombuffer(self._spill.read(head.tokens), np.uint8)
-            value = {"request": head.request, "decode": head.decode, "forward": number}.get(name)
-            yield counted if value is None else np.full(head.tokens, value)
+    def disown(self) -> None:
+        """In a forked child: the recording is the parent's."""
+        self.closed = self._finished = True
+        self._spill.close()
 
     def __enter__(self) -> Recorder:
         return self
@@ -217,3 +236,33 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def rescue(path: Path) -> None:
+    """Make traces of the recordings to `path` that killed processes have left, and say so."""
+    clear_leftovers(path)
+    for part in spills_of(path):
+        with left_behind(part) as dead:
+            if not dead:
+                continue
+            target = _free(path)
+            try:
+                tokens, requests = recover(part, target)
+            except (TraceFormatError, OSError) as error:
+                logger.warning("an unfinished recording cannot be recovered: %s", error)
+                continue
+        if tokens:
+            logger.warning(
+                "a recording to %s was not closed: its %d tokens of %d requests are in %s now",
+                path,
+                tokens,
+                requests,
+                target,
+            )
+
+
+def _free(path: Path) -> Path:
+    n = 1
+    while (target := path.with_name(f"{path.stem}.recovered-{n}{path.suffix}")).exists():
+        n += 1
+    return target

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..forecaster import FLOOR, HORIZONS
-from .offline import _jit
+from ..jit import compiled
 from .trace import Trace
 
 __all__ = ["AT_RISK", "CHUNK", "UNKNOWN", "Batch", "Sequences"]
@@ -134,7 +134,7 @@ def at_risk(code: np.ndarray, interval: int) -> np.ndarray:
     return np.where(code < UNKNOWN, code >= interval, code > UNKNOWN + interval)
 
 
-@_jit
+@compiled()
 def shares(experts: np.ndarray, begin: np.ndarray, end: np.ndarray, width: int) -> np.ndarray:
     """float32 ``[L, width]``: mean over requests of each expert's share of the request's tokens."""
     out = np.zeros((experts.shape[1], width))
@@ -147,7 +147,7 @@ def shares(experts: np.ndarray, begin: np.ndarray, end: np.ndarray, width: int) 
     return out.astype(np.float32)
 
 
-@_jit
+@compiled()
 def _advance(average: np.ndarray, a: float, ids: np.ndarray) -> None:
     average *= np.float32(1 - a)
     for j in range(len(ids)):
@@ -155,7 +155,7 @@ def _advance(average: np.ndarray, a: float, ids: np.ndarray) -> None:
             average[ids[j]] += np.float32(a)
 
 
-@_jit
+@compiled()
 def _keep(
     experts: np.ndarray, begin: np.ndarray, end: np.ndarray, decay: np.ndarray, prior: np.ndarray, kept: np.ndarray
 ) -> None:
@@ -171,7 +171,7 @@ def _keep(
                     _advance(average, decay[s], experts[t, layer])
 
 
-@_jit
+@compiled()
 def _unroll(
     experts: np.ndarray,
     begin: np.ndarray,
@@ -195,7 +195,7 @@ def _unroll(
                         decayed[s - 1, layer, c, row] = average
 
 
-@_jit
+@compiled()
 def _look_ahead(
     experts: np.ndarray,
     begin: np.ndarray,

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import TraceFormatError
-from ..history import Fingerprint, write_atomically
+from ..files import write_atomically
+from ..history import Fingerprint
 from ..tensorfile import MOST_LAYERS, MOST_TOP_K, brief, parse_json, read_tensors, shape_fault, whole_number
 
 __all__ = ["Trace", "merge", "read_trace"]
