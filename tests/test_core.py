@@ -115,6 +115,7 @@ def test_counts_above_a_byte_and_above_sixteen_bits(
     assert (store.tokens, store.replaced) == (reference.tokens, reference.replaced)
 
 
+@pytest.mark.failure("59")
 def test_a_full_store_gives_up_the_most_similar_entry() -> None:
     store = HistoryStore(np.array([4, 4], np.int32), 3)
     nothing = np.zeros(8, np.int64)
@@ -127,6 +128,7 @@ def test_a_full_store_gives_up_the_most_similar_entry() -> None:
     np.testing.assert_array_equal(store.decode_counts, [entries[0], new, entries[2]])
 
 
+@pytest.mark.failure("48")
 def test_of_equally_similar_entries_the_newest_matches_and_the_oldest_goes() -> None:
     store = HistoryStore(np.array([4], np.int32), 3)
     one, nothing = np.array([1, 2, 0, 0], np.int64), np.zeros(4, np.int64)
@@ -181,6 +183,7 @@ def test_a_request_without_routing_is_not_stored() -> None:
     assert (store.size, store.finished, store.tokens) == (0, 0, 0)
 
 
+@pytest.mark.failure("47")
 def test_an_empty_store_and_an_empty_request_have_similarity_zero() -> None:
     store = HistoryStore(np.array([3, 2], np.int32), 6)
     assert loaded(store, np.ones(5, np.int64)).similarities().shape == (0,)
@@ -190,6 +193,7 @@ def test_an_empty_store_and_an_empty_request_have_similarity_zero() -> None:
     np.testing.assert_array_equal(RequestState(store, 0).similarities(), [0, 0, 0])
 
 
+@pytest.mark.failure("47")
 def test_empty_entries_never_win_the_search() -> None:
     # Three of six rooms are filled; the query equals the second.
     store = HistoryStore(np.array([3, 3], np.int32), 6)
@@ -209,6 +213,7 @@ def test_wrong_number_of_counts_is_refused() -> None:
     assert store.size == 0
 
 
+@pytest.mark.failure("48")
 @given(stores(largest=20), st.data())
 @settings(SETTINGS, max_examples=40)
 def test_the_running_match_equals_a_search_from_scratch(
@@ -520,6 +525,7 @@ def test_a_long_prompt_is_grouped_the_same_way() -> None:
         call_route(core, core.begin_request(), 0, ids)
 
 
+@pytest.mark.failure("38")
 @pytest.mark.parametrize("bad", [-2, 8, 10**9, -(10**12), 2**31, 2**32, 2**63 - 1])
 def test_ids_out_of_range_change_nothing(bad: int) -> None:
     core = make_core((8, 8), 4)
@@ -552,6 +558,7 @@ def test_a_layer_out_of_range_is_refused(layer: int) -> None:
     assert core.counters()["steps"] == 0
 
 
+@pytest.mark.failure("37")
 def test_padding_is_neither_loaded_nor_counted() -> None:
     core = make_core((4,), 4)
     request = core.begin_request()
@@ -562,6 +569,7 @@ def test_padding_is_neither_loaded_nor_counted() -> None:
     assert core.counters()["tokens"] == 1
 
 
+@pytest.mark.failure("38")
 def test_a_sentinel_counts_as_padding_only_when_named() -> None:
     core = make_core((4,), 4)
     request = core.begin_request()
@@ -574,6 +582,7 @@ def test_a_sentinel_counts_as_padding_only_when_named() -> None:
         call_route(core, request, 0, np.array([[255, 0]], np.uint8))
 
 
+@pytest.mark.failure("40")
 @pytest.mark.parametrize("shape", [(0, 2), (3, 0), (0, 0)])
 def test_empty_batches(shape: tuple[int, int]) -> None:
     core = make_core((4,), 4)
@@ -587,6 +596,7 @@ def test_empty_batches(shape: tuple[int, int]) -> None:
     assert core.counters()["demands"] == 0
 
 
+@pytest.mark.failure("39")
 def test_an_expert_named_twice_in_a_row_is_served_twice_and_counted_once() -> None:
     core = make_core((4,), 4)
     request = core.begin_request()
@@ -608,6 +618,7 @@ def test_rows_that_are_not_counted_are_served_all_the_same() -> None:
     assert (step.counted_tokens, core.counters()["tokens"]) == (2, 2)
 
 
+@pytest.mark.failure("45")
 def test_one_expert_a_layer_and_all_experts_a_token() -> None:
     core = make_core((1, 3), 4)
     request = core.begin_request()
@@ -729,6 +740,7 @@ def check_fetches(
     table.hits += len(gids) - len(missing)
 
 
+@pytest.mark.failure("1")
 def test_an_expert_loaded_in_a_step_is_not_a_victim_of_the_step() -> None:
     # lfu, and the residents have been used more often than the newcomers.
     core = make_core((8,), 3, policy="lfu")

@@ -278,6 +278,7 @@ def test_merging_another_model_is_refused_and_changes_nothing() -> None:
 # Fingerprints
 
 
+@pytest.mark.failure("56")
 def test_fingerprints_tell_models_apart() -> None:
     base = Fingerprint.of(make_bank((8, 8)), 2)
     assert base.fits(base)
@@ -291,6 +292,7 @@ def test_fingerprints_tell_models_apart() -> None:
     assert "2 layers of 8 experts, top-2" in str(base)
 
 
+@pytest.mark.failure("56")
 @pytest.mark.parametrize(
     "other",
     [
@@ -440,6 +442,7 @@ def test_tensors_of_a_type_that_numpy_lacks_are_refused(tmp_path: Path) -> None:
         History.load(path)
 
 
+@pytest.mark.failure("58")
 def test_pickles_are_not_read(tmp_path: Path) -> None:
     path = tmp_path / "a.history"
     torch.save({"prompt": torch.zeros(3)}, path)
@@ -480,6 +483,7 @@ def test_a_failing_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest
     assert len(History.load(path)) == 5
 
 
+@pytest.mark.failure("126")
 def test_a_disk_that_fills_up_leaves_the_old_file(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     import signal

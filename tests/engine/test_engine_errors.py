@@ -17,6 +17,7 @@ from moecache.errors import RoutingError, TransferError
 pytestmark = pytest.mark.timeout(60)
 
 
+@pytest.mark.failure("128")
 def test_a_file_cut_short_names_itself_and_the_place(tmp_path: Path) -> None:
     for link in (FileLink(), FileLink(direct=False)):
         world = simple(2, 50_000, 2, folder=tmp_path, link=link)
