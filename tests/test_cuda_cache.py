@@ -373,3 +373,15 @@ cache.close()
 def environment() -> dict[str, str]:
     here = Path(__file__).parent
     return {**os.environ, "PYTHONPATH": os.pathsep.join((str(here), str(here.parent)))}
+
+
+@pytest.mark.failure("79", "80")
+def test_float8_is_locked_and_copied_as_bytes(fake: FakeCuda) -> None:
+    raw = torch.randint(0, 256, (EXPERTS, 33, 65), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    with moecache.ExpertCache(bank_of([raw.view(torch.float8_e4m3fn)]), 2) as cache:
+        with cache.request() as request:
+            for n in range(12):
+                with request.route(0, torch.tensor([[n * 5 % EXPERTS]])) as lease:
+                    for expert, slot, _ in lease.ready():
+                        assert torch.equal(lease.weights["w"][slot].view(torch.uint8), raw[expert])
+        assert cache.stats().host_locked_bytes >= raw.nbytes

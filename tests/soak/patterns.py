@@ -97,7 +97,9 @@ def assert_nothing_is_held(cache: ExpertCache) -> None:
             count = min(left[kind], experts)
             left[kind] -= count
             lease = leases.enter_context(request.route(layer, torch.arange(count)[None]))
-            assert -1 not in lease.slots, f"layer {layer}: {lease.slots.count(-1)} of {count} slots were never given back"
+            assert -1 not in lease.slots, (
+                f"layer {layer}: {lease.slots.count(-1)} of {count} slots were never given back"
+            )
     stats = cache.stats()
     assert stats.hits + stats.misses == stats.demands
 

@@ -76,7 +76,9 @@ def resized(cache: ExpertCache, count: int, smallest: int, beside: Beside, dice:
             done += 1
         except LeaseError:
             refused += 1
-            assert time.monotonic() < end, f"of {done + refused} resizes {refused} were refused; threads never let one in"
+            assert time.monotonic() < end, (
+                f"of {done + refused} resizes {refused} were refused; threads never let one in"
+            )
         time.sleep(dice.uniform(0, 2e-3))
     return refused
 

@@ -202,12 +202,16 @@ class Era:
             if worker.sent == worker.got:
                 waited.pop(worker.name, None)
                 worker.sent += 1
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(worker.ident or 0), ctypes.py_object(KeyboardInterrupt))
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(worker.ident or 0), ctypes.py_object(KeyboardInterrupt)
+                )
             elif time.monotonic() - waited.setdefault(worker.name, time.monotonic()) > PATIENCE_S:
                 raise AssertionError(f"an interrupt of {worker.name} never arrived")
             self.calm.wait(dice.uniform(0, 0.01))
         end = time.monotonic() + PATIENCE_S
-        while any(worker.sent != worker.got and worker.is_alive() for worker in self.workers) and time.monotonic() < end:
+        while (
+            any(worker.sent != worker.got and worker.is_alive() for worker in self.workers) and time.monotonic() < end
+        ):
             time.sleep(0.001)
 
     def _resize(self) -> None:
@@ -228,7 +232,9 @@ class Era:
                 os._exit(in_child(self.cache))
             _, status = os.waitpid(child, 0)
             if status:
-                raise AssertionError(f"a forked child ended with status {status:#x}; expected right bytes or a ClosedError")
+                raise AssertionError(
+                    f"a forked child ended with status {status:#x}; expected right bytes or a ClosedError"
+                )
             self.seen["forked"] += 1
 
     def _end(self) -> None:
@@ -293,7 +299,13 @@ def soak(seconds: float, workers: int, seed: int, era_seconds: float, without: C
     for what, slack in (("resident MB", 16.0), ("descriptors", 0.0), ("threads", 0.0)):
         if not faults and not flat(series[what], slack):
             faults.append(f"{what} grew: {series[what]}")
-    return {"caches": eras, "experts checked": checked, **seen, **{k: v[-1] for k, v in series.items()}, "faults": faults}
+    return {
+        "caches": eras,
+        "experts checked": checked,
+        **seen,
+        **{k: v[-1] for k, v in series.items()},
+        "faults": faults,
+    }
 
 
 def main() -> int:
