@@ -29,11 +29,11 @@ PACKAGE = Path(moecache.__file__).parent
 @pytest.mark.parametrize("layers", range(1, 8))
 @pytest.mark.parametrize("slots", range(1, 8))
 def test_slots_that_do_not_divide_the_layers_go_to_the_right_one(layers: int, slots: int) -> None:
-    with make_bank((3,) * layers) as bank, ExpertCache(bank, min(slots, 3 * layers), policy="lru") as cache:
-        with cache.request() as request:
-            for token in range(4):
-                for layer in range(layers):
-                    run(request, layer, [[token % 3]])
+    bank = make_bank((3,) * layers)
+    with bank, ExpertCache(bank, min(slots, 3 * layers), policy="lru") as cache, cache.request() as request:
+        for token in range(4):
+            for layer in range(layers):
+                run(request, layer, [[token % 3]])
 
 
 @pytest.mark.failure("8")
@@ -83,10 +83,8 @@ def test_scales_and_biases_follow_their_expert_into_any_slot(capacity: int) -> N
 
 
 @pytest.mark.failure("82")
-def test_weights_put_in_place_of_attached_ones_are_never_computed_with_in_silence() -> None:
+def test_weights_put_in_place_of_attached_ones_are_never_computed_with() -> None:
     from hf_families import build
-
-    from moecache.errors import AttachError
 
     model = build("mixtral")
     ids = torch.tensor([[3, 5, 7, 9]])
@@ -94,9 +92,10 @@ def test_weights_put_in_place_of_attached_ones_are_never_computed_with_in_silenc
         experts = model.model.layers[0].mlp.experts
         moecache.attach(model, 4)
         before = model(ids).logits
-        with pytest.raises((AttachError, RuntimeError, TypeError)):
+        # What stands in the module is a placeholder without memory: torch itself refuses to put memory under it.
+        with pytest.raises(RuntimeError, match="incompatible tensor type"):
             experts.down_proj.data = torch.zeros(experts.down_proj.shape)
-            model(ids)
+        assert torch.equal(model(ids).logits, before)
         moecache.detach(model)
         assert torch.equal(model(ids).logits, before)
 
@@ -154,7 +153,7 @@ def test_the_compiled_modules_need_nothing_but_the_c_library() -> None:
 def test_a_score_that_reads_another_threads_request_sees_a_whole_match() -> None:
     """Victims that one thread asks for while another counts without the GIL are those of some step of the other."""
     layers, experts, stored = 3, 8, 20_000
-    steps = np.argsort(np.random.default_rng(2).random((200, 1, experts)))[:, :, :2].astype(np.int64)
+    steps = np.argsort(np.random.default_rng(2).random((1500, 1, experts)))[:, :, :2].astype(np.int64)
 
     def started() -> tuple[Core, object]:
         store = filled_store(stored, stored, 2)

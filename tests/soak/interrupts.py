@@ -70,7 +70,7 @@ def over_generate(count: int, capacity: float) -> dict[str, Any]:
     """The tiny model, its experts on disk, through transformers."""
     from transformers import AutoModelForCausalLM
 
-    import moecache.hf  # noqa: F401
+    import moecache.hf
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(TINY, experts_implementation="moecache")
