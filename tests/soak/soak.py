@@ -78,6 +78,9 @@ class Worker(threading.Thread):
                 era.fail(f"{self.name}: closed, though nobody did", error)
             era.seen["closed"] += 1
             era.stop.wait(0.01)
+        except LeaseError as error:
+            if not (era.closing.is_set() and "has ended" in str(error)):  # closing ends the leases that are open
+                era.fail(self.name, error)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
