@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-SECONDS = float(os.environ.get("MOECACHE_SOAK_SECONDS", "12"))
+SECONDS = float(os.environ.get("MOECACHE_SOAK_SECONDS", "20"))
 
 
 def run(script: str, *arguments: object, timeout: float = 280) -> str:
