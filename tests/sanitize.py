@@ -28,10 +28,10 @@ class Sanitizer(NamedTuple):
     library: str
     options: dict[str, str]
     tests: tuple[str, ...]
-    deselected: tuple[str, ...] = ()
+    chosen: str = ""
 
 
-_MEMORY = ("engine", "soak", "test_bank", "test_cache", "test_core", "test_core_forecast", "test_cuda", "test_cuda_cache",
+_MEMORY = ("engine", "fuzz", "soak", "test_bank", "test_cache", "test_core", "test_core_forecast", "test_cuda", "test_cuda_cache",
            "test_cuda_memory", "test_failure_kinds", "test_forecaster", "test_hazard", "test_history", "test_match_loops",
            "test_slots", "test_threads")  # fmt: skip
 _RACES = ("engine", "test_threads", "test_cuda", "test_failure_kinds")
@@ -53,6 +53,8 @@ SANITIZERS = {
         # Modules that are not instrumented hand memory from thread to thread in ways that cannot be seen.
         {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1:die_after_fork=0:history_size=4:log_path={report}"},
         _RACES,
+        # The runtime cannot follow a forked process with several threads, and a caller is too slow under it to help.
+        "not forked and not waiting_caller",
     ),
 }
 
@@ -99,7 +101,8 @@ def run(kind: str, library: Path, arguments: list[str]) -> int:
     ]  # fmt: skip
     # The runtimes want memory where address space layout randomization may have put something else.
     plain = ["setarch", "-R"] if shutil.which("setarch") else []
-    command = [*plain, sys.executable, __file__, "--inside", "-p", "no:cacheprovider", "--timeout", "1200", *tests]
+    common = ["-p", "no:cacheprovider", "--timeout", "1200", "-k", sanitizer.chosen]
+    command = [*plain, sys.executable, __file__, "--inside", *common, *tests]
     code = subprocess.run(command, cwd=ROOT, env=environment).returncode
     found = sorted(reports.iterdir())
     for report in found:
