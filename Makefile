@@ -13,11 +13,19 @@ PEERS := $(VENV)/.bench-peers
 NATIVE := $(wildcard moecache/*.pyx moecache/*.pxd moecache/*.pxi moecache/*.h)
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo test bench lint format wheel clean distclean
+.PHONY: help install demo test sanitize soak interrupts fuzz bench lint format wheel clean distclean
+
+# Of `make soak` in all; of `make fuzz` for each target.
+SECONDS ?= 1800
+FUZZ_SECONDS ?= 600
 
 help:
 	@echo "make demo    text from the tiny model, three quarters of its experts on disk, checked against the resident model"
-	@echo "make test    the tests"
+	@echo "make test    the tests, with short forms of the four that follow"
+	@echo "make sanitize    the compiled modules under gcc's address, undefined behaviour and thread sanitizers"
+	@echo "make soak    SECONDS=$(SECONDS) of everything at once: threads, interrupts, resizes, failing copies, forks; nothing may grow"
+	@echo "make interrupts  100,000 interrupts, 1,000 resizes and 200 kills at random moments"
+	@echo "make fuzz    FUZZ_SECONDS=$(FUZZ_SECONDS) of damaged files for each reader of files"
 	@echo "make bench   matcher and route() latency, in pytest-benchmark tables"
 	@echo "make lint    ruff, mypy, cython-lint"
 	@echo "make format  what ruff can put right by itself"
@@ -45,6 +53,21 @@ demo: $(BUILT)
 
 test: $(BUILT)
 	$(BIN)/python -m pytest
+
+sanitize: $(BUILT)
+	$(BIN)/python tests/sanitize.py address -q
+	$(BIN)/python tests/sanitize.py thread -q
+
+soak: $(BUILT)
+	$(BIN)/python tests/soak/soak.py --seconds $(SECONDS)
+
+interrupts: $(BUILT)
+	$(BIN)/python tests/soak/interrupts.py --count 100000
+	$(BIN)/python tests/soak/resizes.py --count 1000
+	MOECACHE_KILLS=200 $(BIN)/python -m pytest -q tests/test_persistence.py -k kills_at_random_moments --timeout 3600
+
+fuzz: $(BUILT)
+	MOECACHE_FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest -q tests/fuzz
 
 bench: $(BUILT) $(PEERS)
 	@# A BLAS kernel forced from outside would slow the scans that the matcher is compared with.

@@ -1,5 +1,6 @@
 """The two compiled rooms; everything else about the package is in pyproject.toml."""
 
+import os
 import sys
 
 from Cython.Build import cythonize
@@ -11,6 +12,8 @@ else:
     # Never -march=native: one wheel serves every CPU of its platform, wider vectors are chosen at run time.
     # Nobody reads floating-point traps or errno, and without them a comparison need not be a branch.
     compile_args, link_args = ["-O3", "-fno-trapping-math", "-fno-math-errno", "-pthread"], ["-pthread"]
+    # After the options above, so that they win over -O3; CFLAGS of the environment come before them.
+    compile_args += os.environ.get("MOECACHE_CFLAGS", "").split()
 
 setup(
     ext_modules=cythonize(

@@ -511,7 +511,7 @@ cdef class Core:
         x[0], x[1], x[2], x[3] = layer, now, self.num_layers, self._distance(layer, now)
         x[4], x[5] = self.clock - self.last[gid], self.frequency[gid]
         x[6], x[7], x[8], x[11] = 0, self.prior[gid], self.prior[gid], 0
-        if self.current is not None:
+        if self.current is not None and not self.current.counting:
             x[6] = self.current.prompt[gid] + self.current.decode[gid]
             x[7], x[8] = self.current.fast[gid], self.current.slow[gid]
             x[11] = self.current.ratio(gid, layer)
@@ -527,7 +527,7 @@ cdef class Core:
         return self.wait[gid] + self._distance(self.gid_layer[gid], now)
 
     cdef inline double _ratio(self, int32_t gid, int32_t layer) noexcept nogil:
-        if self.current is None:
+        if self.current is None or self.current.counting:
             return self.prior[gid]
         return self.current.ratio(gid, layer)
 

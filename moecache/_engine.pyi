@@ -44,6 +44,7 @@ class FaultyLink(_Link):
         *,
         fail_at: int = 0,
         fails: int = 1,
+        fail_every: int = 0,
         error: int = ...,
         stage: str = "copy",
         short_copy_at: int = 0,

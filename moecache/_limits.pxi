@@ -80,6 +80,7 @@ cdef struct Faults:
     int stage
     int64_t fail_at
     int64_t fails
+    int64_t fail_every          # after fail_at they fail again every so many chunks, 0: once
     int error
     int64_t short_copy_at
     int64_t end_thread_at
@@ -95,7 +96,10 @@ cdef struct Faults:
 
 
 cdef inline bint strikes(Faults* faults, int stage, int64_t number) noexcept nogil:
-    return faults.stage == stage and faults.fail_at and faults.fail_at <= number < faults.fail_at + faults.fails
+    cdef int64_t since = number - faults.fail_at
+    if faults.stage != stage or not faults.fail_at or since < 0:
+        return False
+    return (since % faults.fail_every if faults.fail_every else since) < faults.fails
 
 
 cdef inline bint is_stalled(Faults* faults, int64_t number, bint landed) noexcept nogil:
@@ -237,8 +241,9 @@ cdef class FaultyLink(_Link):
 
     Parameters
     ----------
-    fail_at, fails, error, stage
-        Chunks number ``fail_at`` to ``fail_at + fails - 1`` (the first is 1) fail with this errno: as they start
+    fail_at, fails, fail_every, error, stage
+        Chunks number ``fail_at`` to ``fail_at + fails - 1`` (the first is 1) fail with this errno, and with `fail_every` as
+        many again every so many chunks: as they start
         (``"copy"``) or, with their bytes in the slot, as they land (``"landing"``). ``"begin"``: the same of a job's
         start, which only asynchronous links have. ``"enter"``: the I/O thread cannot start at all.
     short_copy_at
@@ -257,9 +262,9 @@ cdef class FaultyLink(_Link):
     """
     cdef Faults faults
 
-    def __init__(self, _Link inner not None, *, int64_t fail_at=0, int64_t fails=1, int error=EIO, str stage="copy",
-                 int64_t short_copy_at=0, double delay_s=0.0, int64_t short_read=0, bint refuse_direct=False,
-                 int64_t end_thread_at=0, int64_t stall_at=0, bint stall_landed=False):
+    def __init__(self, _Link inner not None, *, int64_t fail_at=0, int64_t fails=1, int64_t fail_every=0,
+                 int error=EIO, str stage="copy", int64_t short_copy_at=0, double delay_s=0.0, int64_t short_read=0,
+                 bint refuse_direct=False, int64_t end_thread_at=0, int64_t stall_at=0, bint stall_landed=False):
         if stage not in _STAGES:
             raise ValueError(f"stage {stage!r} is none of {', '.join(_STAGES)}")
         self.wraps(inner)
@@ -267,6 +272,7 @@ cdef class FaultyLink(_Link):
         self.faults.stage = _STAGES[stage]
         self.faults.fail_at = fail_at
         self.faults.fails = fails
+        self.faults.fail_every = fail_every
         self.faults.error = error
         self.faults.short_copy_at = short_copy_at
         self.faults.end_thread_at = end_thread_at

@@ -19,12 +19,16 @@ cdef class _Snapshot:
 
     cdef void fill(self, Room* room) noexcept:
         cdef Mover* mover
+        cdef Mover* copied
         pthread_mutex_lock(&room.lock)
         self.room = room[0]
         memcpy(self.slots, room.slots, room.slots_count * sizeof(Slot))
         mover = room.every_mover
         while mover != NULL and self.movers_count < 128:
-            self.movers[self.movers_count] = mover[0]
+            # What a copy works with (fault_offset, short_read) changes without the lock.
+            copied = &self.movers[self.movers_count]
+            copied.busy, copied.on_thread, copied.slot = mover.busy, mover.on_thread, mover.slot
+            copied.nbytes, copied.since = mover.nbytes, mover.since
             self.movers_count += 1
             mover = mover.sibling
         pthread_mutex_unlock(&room.lock)

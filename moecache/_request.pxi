@@ -9,6 +9,7 @@ cdef class RequestState:
     cdef readonly int64_t demands, hits   # of its steps
     cdef readonly int64_t stall_ns, slot_wait_ns   # waited for bytes; for a slot
     cdef int64_t begun_ns, last_ns   # when it began, or the counters were reset; when its last lease ended
+    cdef bint counting          # the scan is under way without the GIL: matches are torn
     cdef bint busy              # route() is under way, perhaps without the GIL
     cdef int ending             # end_request() was called meanwhile: 1, or 2 to keep it
     cdef readonly object prompt_counts, decode_counts
@@ -103,11 +104,13 @@ cdef class RequestState:
         # the dot products are one to him.
         pthread_rwlock_rdlock(&self.store.guard)
         begun = moe_now_ns()
+        self.counting = True
         with nogil:
             self._count(step.work, step.work + step.unique, n, step.decode)
             self.match()
             pthread_rwlock_unlock(&self.store.guard)
             ended = moe_now_ns()
+        self.counting = False
         self.store.came_back(begun, ended)
 
     cdef void _count(self, const int32_t *gids, const int32_t *weights, int n, bint decode) noexcept nogil:

@@ -137,6 +137,7 @@ class ExpertCache:
         self.closed = False
         self._resizing = threading.Lock()
         self._resizer = 0  # the thread that holds it
+        self._process = os.getpid()
         self._recorder: Recorder | None = None
         setup = Setup(
             bank=bank,
@@ -175,6 +176,8 @@ class ExpertCache:
         core = self._runtime.core
         if self._current().core is not core or core.closed:
             return
+        if os.getpid() != self._process:
+            raise ClosedError("the cache belongs to the parent process, which was resizing it; make a new one in the child")
         seen = core.event
         if core.frozen:
             core.wait_event(seen, _SLICE_S)

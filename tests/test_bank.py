@@ -93,6 +93,7 @@ def test_adopts_without_copy() -> None:
         assert same_bytes(moved["w"], bank.expert(gid // 4, gid % 4)["w"])
 
 
+@pytest.mark.failure("27")
 def test_stack_with_gaps_between_experts_is_adopted() -> None:
     w = unique(EXPERTS, 2, 3, 2)[:, 0]
     bank = ExpertBank.from_tensors([{"w": w}])
@@ -100,6 +101,7 @@ def test_stack_with_gaps_between_experts_is_adopted() -> None:
     assert all(same_bytes(m["w"], w[i]) for i, m in enumerate(gather(bank, [0, 1, 2, 3])))
 
 
+@pytest.mark.failure("27")
 @pytest.mark.parametrize("make", [lambda w: w.transpose(1, 2), lambda w: w[:, :, :2], lambda w: [x.t() for x in w]])
 def test_strided_experts_are_copied_once(make) -> None:
     w = make(unique(EXPERTS, 4, 3))
@@ -108,6 +110,7 @@ def test_strided_experts_are_copied_once(make) -> None:
     assert all(same_bytes(m["w"], w[i].contiguous()) for i, m in enumerate(gather(bank, [0, 1, 2, 3])))
 
 
+@pytest.mark.failure("73", "80")
 def test_opaque_bytes_and_all_tensors_of_an_expert() -> None:
     layer = {
         "qweight": unique(EXPERTS, 3, 5, dtype=torch.uint8),
@@ -127,6 +130,7 @@ def test_opaque_bytes_and_all_tensors_of_an_expert() -> None:
             assert moved[param].shape == tensor[index].shape
 
 
+@pytest.mark.failure("65")
 def test_ragged_layers_and_kinds() -> None:
     layers = [{"w": unique(8, 3, 2)}, {"w": unique(16, 3, 2)}, {"w": unique(4, 5, 2)}, {"w": unique(8, 3, 2)}]
     bank = ExpertBank.from_tensors(layers)
@@ -163,6 +167,7 @@ def test_adjacent_pieces_become_one_read(tmp_path: Path) -> None:
     assert len(sources.segment_nbytes) == 2 * EXPERTS  # gate and up lie side by side
 
 
+@pytest.mark.failure("71")
 def test_stacked_tensor_and_single_file(tmp_path: Path) -> None:
     stacked, bias = unique(EXPERTS, 3, 4), unique(EXPERTS, 3, seed=5)
     save_file({"layers.0.w": stacked, "layers.0.b": bias}, tmp_path / "a.safetensors")
@@ -180,6 +185,7 @@ def test_chosen_layers_only(tmp_path: Path) -> None:
         ExpertBank.from_safetensors(tmp_path, "qwen3_moe", layers=[2])
 
 
+@pytest.mark.failure("68")
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
@@ -220,6 +226,7 @@ def test_missing_shard(tmp_path: Path) -> None:
         ExpertBank.from_safetensors(tmp_path, "qwen3_moe")
 
 
+@pytest.mark.failure("128")
 @pytest.mark.parametrize("keep", [0, 7, 100, -1])
 def test_truncated_shard(tmp_path: Path, keep: int) -> None:
     write_checkpoint(tmp_path)
@@ -245,6 +252,7 @@ def test_index_names_a_tensor_the_shard_lacks(tmp_path: Path) -> None:
         ExpertBank.from_safetensors(tmp_path, "qwen3_moe")
 
 
+@pytest.mark.failure("68")
 def test_two_shapes_in_one_layer(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, shards=1)
     rewrite_header(
@@ -270,6 +278,7 @@ def test_impossible_header(tmp_path: Path) -> None:
         file.write_bytes(raw)
 
 
+@pytest.mark.failure("108")
 def test_no_match_and_unknown_layout(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="no tensor matches"):
@@ -283,6 +292,7 @@ def test_no_match_and_unknown_layout(tmp_path: Path) -> None:
         ExpertBank.from_safetensors(tmp_path / "empty", "mixtral")
 
 
+@pytest.mark.failure("128")
 def test_file_replaced_after_the_header_was_read(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, shards=1)
     bank = ExpertBank.from_safetensors(tmp_path, "qwen3_moe")

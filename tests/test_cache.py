@@ -77,6 +77,7 @@ def check(cache: ExpertCache, lease: Any, layer: int, expert: int, slot: int) ->
 # Steps
 
 
+@pytest.mark.failure("1")
 @given(data=st.data())
 @settings(SETTINGS, max_examples=15)
 def test_any_steps_get_their_own_bytes(data: st.DataObject) -> None:
@@ -103,6 +104,7 @@ def test_any_steps_get_their_own_bytes(data: st.DataObject) -> None:
                 request.close()
 
 
+@pytest.mark.failure("2")
 @pytest.mark.parametrize("capacity", [1, 2, 5, 16])
 def test_a_step_larger_than_the_pool_is_exact(bank: ExpertBank, capacity: int) -> None:
     with ExpertCache(bank, capacity) as cache, cache.request() as request:
@@ -113,6 +115,7 @@ def test_a_step_larger_than_the_pool_is_exact(bank: ExpertBank, capacity: int) -
         assert stats.resident_experts <= capacity
 
 
+@pytest.mark.failure("43")
 def test_tokens_and_positions_are_those_of_the_one_hot_mask(bank: ExpertBank) -> None:
     ids = torch.tensor([[3, 1], [1, 3], [3, 3], [-1, 1]])
     mask = torch.nn.functional.one_hot(ids + 1, 9).permute(2, 1, 0)[1:]
@@ -175,6 +178,7 @@ def test_ids_need_not_be_contiguous(bank: ExpertBank, ids: torch.Tensor) -> None
 META = torch.zeros((1, 2), dtype=torch.int64, device="meta")
 
 
+@pytest.mark.failure("38", "42")
 @pytest.mark.parametrize(
     ("ids", "options", "message"),
     [
@@ -217,6 +221,7 @@ def test_a_layer_that_is_not_there(bank: ExpertBank, layer: int) -> None:
         request.route(layer, torch.tensor([[0]]))
 
 
+@pytest.mark.failure("37", "39", "40")
 def test_padding_duplicates_and_empty_batches_just_work(bank: ExpertBank) -> None:
     with ExpertCache(bank, 3) as cache, cache.request() as request:
         assert run(request, 0, [[0, -1], [-1, -1]]) == [0]
@@ -228,6 +233,7 @@ def test_padding_duplicates_and_empty_batches_just_work(bank: ExpertBank) -> Non
         assert (stats.demands, stats.misses, stats.tokens) == (2, 2, 2)
 
 
+@pytest.mark.failure("38")
 def test_a_sentinel_is_padding_when_configured(bank: ExpertBank) -> None:
     with ExpertCache(bank, 3, sentinel=8) as cache, cache.request() as request:
         assert run(request, 0, [[8, 0], [-1, 8]]) == [0]
@@ -248,6 +254,7 @@ def test_good_gate_weights_and_uncounted_rows_pass(bank: ExpertBank) -> None:
         run(request, 0, torch.zeros((0, 2), dtype=torch.int64), weights=torch.zeros(0, 2))
 
 
+@pytest.mark.failure("45")
 @pytest.mark.parametrize("k", [1, 4, 8])
 def test_top_k_up_to_all_experts(k: int) -> None:
     with make_bank((8, 1)) as bank, ExpertCache(bank, 8) as cache, cache.request() as request:
@@ -295,6 +302,7 @@ def test_capacities_that_cannot_work(bank: ExpertBank, capacity: Any) -> None:
     assert threading.active_count() == threads
 
 
+@pytest.mark.failure("45")
 def test_a_capacity_below_top_k_is_refused(bank: ExpertBank) -> None:
     with pytest.raises(CapacityError, match="one token needs 4 at once: ask for at least 4"):
         ExpertCache(bank, 3, top_k=4)
@@ -319,6 +327,7 @@ def test_a_bank_that_is_closed_is_refused(bank: ExpertBank) -> None:
         ExpertCache(bank, 4)
 
 
+@pytest.mark.failure("105")
 def test_bytes_are_never_exceeded() -> None:
     with make_bank((6, 6, 3), sizes=[4, 7, 4]) as bank:
         small, large = bank.expert_nbytes(0), bank.expert_nbytes(1)
@@ -327,6 +336,7 @@ def test_bytes_are_never_exceeded() -> None:
                 assert cache.pool.nbytes <= nbytes
 
 
+@pytest.mark.failure("101")
 def test_more_than_the_machine_has_is_refused_before_allocating(
     bank: ExpertBank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,12 +346,14 @@ def test_more_than_the_machine_has_is_refused_before_allocating(
         ExpertCache(bank, 16)
 
 
+@pytest.mark.failure("100")
 def test_auto_takes_a_share_of_what_is_free(bank: ExpertBank, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "available_memory", lambda device: 8 * pool.slot_nbytes(bank.kinds[0]))
     with ExpertCache(bank, "auto") as cache:
         assert cache.capacity == 4
 
 
+@pytest.mark.failure("13")
 def test_a_small_capacity_is_said_once(bank: ExpertBank, caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.WARNING, "moecache"),
@@ -367,6 +379,7 @@ def test_enough_capacity_is_silent(bank: ExpertBank, caplog: pytest.LogCaptureFi
 # Leases and the end of things
 
 
+@pytest.mark.failure("19")
 def test_an_exception_inside_a_lease_gives_the_slots_back(bank: ExpertBank) -> None:
     with ExpertCache(bank, 2) as cache, cache.request() as request:
         for _ in range(3):
@@ -378,6 +391,7 @@ def test_an_exception_inside_a_lease_gives_the_slots_back(bank: ExpertBank) -> N
         assert sorted(run(request, 0, [[6, 7]])) == [6, 7]
 
 
+@pytest.mark.failure("19")
 def test_releasing_twice_does_nothing(bank: ExpertBank) -> None:
     with ExpertCache(bank, 2) as cache, cache.request() as request:
         lease = request.route(0, torch.tensor([[0, 1]]))
@@ -421,6 +435,7 @@ def test_a_loop_that_was_left_can_be_taken_up_again(bank: ExpertBank) -> None:
         assert list(lease.ready()) == []
 
 
+@pytest.mark.failure("3")
 def test_routing_inside_an_open_lease_until_no_slot_is_left(bank: ExpertBank) -> None:
     with ExpertCache(bank, 4) as cache, cache.request() as request:
         with request.route(0, torch.tensor([[0, 1]])) as first:
@@ -438,6 +453,7 @@ def test_routing_inside_an_open_lease_until_no_slot_is_left(bank: ExpertBank) ->
         assert sorted(run(request, 0, [[5, 6, 7]])) == [5, 6, 7]
 
 
+@pytest.mark.failure("3")
 def test_a_lease_waits_for_a_slot_that_another_thread_holds(bank: ExpertBank) -> None:
     with ExpertCache(bank, 1, timeout=60) as cache:
         inside, asked = threading.Event(), threading.Event()
@@ -557,6 +573,7 @@ def test_a_closed_request_is_refused_and_its_counts_remain(bank: ExpertBank) -> 
         assert cache.stats().requests == 2
 
 
+@pytest.mark.failure("133")
 def test_leaving_without_close_is_silent() -> None:
     program = """
 import torch, moecache
@@ -574,6 +591,7 @@ next(items)
 # Copies that fail, and copies that are slow
 
 
+@pytest.mark.failure("30")
 def test_a_failed_copy_reaches_the_caller_and_the_next_call_works(bank: ExpertBank) -> None:
     link = FaultyLink(HostLink(), fail_at=1, fails=1, error=errno.EIO)
     with ExpertCache(bank, 2, link=link) as cache, cache.request() as request:
@@ -610,6 +628,7 @@ def test_failures_at_any_chunk_lose_no_slot(bank: ExpertBank) -> None:
             assert sorted(run(request, 0, [[e] for e in range(8)])) == list(range(8))
 
 
+@pytest.mark.failure("30")
 def test_an_io_thread_that_ended_is_an_error(bank: ExpertBank) -> None:
     link = FaultyLink(HostLink(), end_thread_at=1)
     with ExpertCache(bank, 2, link=link, timeout=60) as cache, cache.request() as request:
@@ -625,6 +644,7 @@ def test_an_io_thread_that_ended_is_an_error(bank: ExpertBank) -> None:
         assert cache._core.pinned() == 0
 
 
+@pytest.mark.failure("18")
 def test_a_prefetch_that_is_still_on_its_way_is_joined_once() -> None:
     with make_bank((8, 8, 8), sizes=[64] * 3) as bank:
         link = ThrottledLink(HostLink(), 1e9, 2e-3)
@@ -694,6 +714,7 @@ def test_waste_is_no_negative_share() -> None:
 # Threads
 
 
+@pytest.mark.failure("114")
 def test_two_threads_with_two_requests() -> None:
     with make_bank((8, 8, 8)) as bank, ExpertCache(bank, 7, top_k=2, timeout=60) as cache:
         errors: list[BaseException] = []
@@ -724,6 +745,7 @@ def test_two_threads_with_two_requests() -> None:
         assert len(cache.history) == 6
 
 
+@pytest.mark.failure("115")
 def test_two_caches_in_one_process_are_independent() -> None:
     with make_bank() as one, make_bank((8, 8), salt=1) as two, ExpertCache(one, 3) as a, ExpertCache(two, 5) as b:
         with a.request() as first, b.request() as second:
@@ -745,6 +767,7 @@ def test_two_caches_on_one_bank_and_one_history(bank: ExpertBank) -> None:
         assert len(a.history) == 2
 
 
+@pytest.mark.failure("137")
 def test_nothing_global_is_touched() -> None:
     program = """
 import logging, os, sys, threading, warnings
@@ -796,6 +819,7 @@ def test_resizing_between_steps_of_an_open_request(bank: ExpertBank) -> None:
     assert len(cache.history) == 1
 
 
+@pytest.mark.failure("65")
 def test_resizing_layers_of_two_kinds() -> None:
     with make_bank((6, 6, 6), sizes=[4, 7, 4]) as bank, ExpertCache(bank, 18) as cache, cache.request() as request:
         for _ in range(2):
@@ -847,6 +871,7 @@ def test_a_resize_that_finds_no_memory_leaves_the_cache_as_it_was(
 # Statistics
 
 
+@pytest.mark.failure("138")
 def test_a_known_trace_has_exact_numbers(bank: ExpertBank) -> None:
     each = bank.expert_nbytes(0)
     with ExpertCache(bank, 2, policy="lru", prefetch=False) as cache:
@@ -886,6 +911,7 @@ def test_a_known_trace_has_exact_numbers(bank: ExpertBank) -> None:
         assert (cache.stats().demands, cache.stats().hits) == (1, 1)
 
 
+@pytest.mark.failure("105")
 def test_the_pool_never_holds_more_than_its_slots(bank: ExpertBank) -> None:
     rng = np.random.default_rng(0)
     with ExpertCache(bank, 3, top_k=1) as cache, cache.request() as request:
@@ -902,6 +928,7 @@ def test_the_pool_never_holds_more_than_its_slots(bank: ExpertBank) -> None:
 # Decisions seen from outside
 
 
+@pytest.mark.failure("10")
 def test_a_prompt_over_all_experts_leaves_the_decode_set_warm() -> None:
     # Eight experts are hot by decode; a prompt of another request touches all; then decode goes on.
     with make_bank((16, 16)) as bank:
@@ -921,6 +948,7 @@ def test_a_prompt_over_all_experts_leaves_the_decode_set_warm() -> None:
         assert hits_after_prompt("expected-next-use") > hits_after_prompt("lru")
 
 
+@pytest.mark.failure("15")
 def test_no_layer_starves_when_the_pool_is_a_little_too_small() -> None:
     # Cyclic use of 32 layers with slots for 30: recency alone misses always.
     num_experts = (4,) * 32
@@ -939,6 +967,7 @@ def test_no_layer_starves_when_the_pool_is_a_little_too_small() -> None:
         assert len(default) == 32
 
 
+@pytest.mark.failure("60")
 def test_a_skewed_trace_is_prefetched_through_the_real_engine() -> None:
     with make_bank((8, 8, 8, 8)) as bank, ExpertCache(bank, 8, top_k=1) as cache:
         rng = np.random.default_rng(0)
@@ -961,6 +990,7 @@ def test_a_skewed_trace_is_prefetched_through_the_real_engine() -> None:
             assert without.stats().prefetch_issued == without.stats().bytes_prefetch == 0
 
 
+@pytest.mark.failure("11")
 def test_layers_of_differing_bytes_do_not_disturb_each_other() -> None:
     bank = make_bank((4, 4, 4, 4), sizes=[4, 8, 4, 8])
     with bank, ExpertCache(bank, 8, prefetch=False) as cache, cache.request() as request:
@@ -999,6 +1029,7 @@ def test_the_history_is_written_at_close_and_read_again(bank: ExpertBank, tmp_pa
     assert [p.name for p in tmp_path.iterdir()] == ["chat.history"]
 
 
+@pytest.mark.failure("56")
 def test_a_history_of_another_model_is_refused(bank: ExpertBank, tmp_path: Path) -> None:
     path = tmp_path / "chat.history"
     with ExpertCache(bank, 4, history=path, top_k=2) as cache, cache.request() as request:
@@ -1024,6 +1055,7 @@ def test_a_history_that_cannot_be_written_anywhere_is_refused_at_the_start(bank:
         ExpertCache(bank, 4, history=tmp_path / "missing" / "chat.history")
 
 
+@pytest.mark.failure("50")
 def test_many_requests_do_not_grow_the_cache(bank: ExpertBank) -> None:
     with ExpertCache(bank, 4, history_capacity=3) as cache:
         for n in range(60):

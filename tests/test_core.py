@@ -115,6 +115,7 @@ def test_counts_above_a_byte_and_above_sixteen_bits(
     assert (store.tokens, store.replaced) == (reference.tokens, reference.replaced)
 
 
+@pytest.mark.failure("59")
 def test_a_full_store_gives_up_the_most_similar_entry() -> None:
     store = HistoryStore(np.array([4, 4], np.int32), 3)
     nothing = np.zeros(8, np.int64)
@@ -127,6 +128,7 @@ def test_a_full_store_gives_up_the_most_similar_entry() -> None:
     np.testing.assert_array_equal(store.decode_counts, [entries[0], new, entries[2]])
 
 
+@pytest.mark.failure("48")
 def test_of_equally_similar_entries_the_newest_matches_and_the_oldest_goes() -> None:
     store = HistoryStore(np.array([4], np.int32), 3)
     one, nothing = np.array([1, 2, 0, 0], np.int64), np.zeros(4, np.int64)
@@ -182,7 +184,6 @@ def test_a_request_without_routing_is_not_stored() -> None:
 
 
 @pytest.mark.failure("47", "48")
-@pytest.mark.failure("47")
 def test_an_empty_store_and_an_empty_request_have_similarity_zero() -> None:
     store = HistoryStore(np.array([3, 2], np.int32), 6)
     assert loaded(store, np.ones(5, np.int64)).similarities().shape == (0,)
@@ -192,6 +193,7 @@ def test_an_empty_store_and_an_empty_request_have_similarity_zero() -> None:
     np.testing.assert_array_equal(RequestState(store, 0).similarities(), [0, 0, 0])
 
 
+@pytest.mark.failure("47")
 def test_empty_entries_never_win_the_search() -> None:
     # Three of six rooms are filled; the query equals the second.
     store = HistoryStore(np.array([3, 3], np.int32), 6)
@@ -558,6 +560,7 @@ def test_a_layer_out_of_range_is_refused(layer: int) -> None:
     assert core.counters()["steps"] == 0
 
 
+@pytest.mark.failure("37")
 def test_padding_is_neither_loaded_nor_counted() -> None:
     core = make_core((4,), 4)
     request = core.begin_request()
@@ -568,6 +571,7 @@ def test_padding_is_neither_loaded_nor_counted() -> None:
     assert core.counters()["tokens"] == 1
 
 
+@pytest.mark.failure("38")
 def test_a_sentinel_counts_as_padding_only_when_named() -> None:
     core = make_core((4,), 4)
     request = core.begin_request()
@@ -580,7 +584,7 @@ def test_a_sentinel_counts_as_padding_only_when_named() -> None:
         call_route(core, request, 0, np.array([[255, 0]], np.uint8))
 
 
-@pytest.mark.failure("39")
+@pytest.mark.failure("39", "40")
 @pytest.mark.parametrize("shape", [(0, 2), (3, 0), (0, 0)])
 def test_empty_batches(shape: tuple[int, int]) -> None:
     core = make_core((4,), 4)
@@ -594,6 +598,7 @@ def test_empty_batches(shape: tuple[int, int]) -> None:
     assert core.counters()["demands"] == 0
 
 
+@pytest.mark.failure("39")
 def test_an_expert_named_twice_in_a_row_is_served_twice_and_counted_once() -> None:
     core = make_core((4,), 4)
     request = core.begin_request()
@@ -615,6 +620,7 @@ def test_rows_that_are_not_counted_are_served_all_the_same() -> None:
     assert (step.counted_tokens, core.counters()["tokens"]) == (2, 2)
 
 
+@pytest.mark.failure("45")
 def test_one_expert_a_layer_and_all_experts_a_token() -> None:
     core = make_core((1, 3), 4)
     request = core.begin_request()
@@ -736,6 +742,7 @@ def check_fetches(
     table.hits += len(gids) - len(missing)
 
 
+@pytest.mark.failure("1")
 def test_an_expert_loaded_in_a_step_is_not_a_victim_of_the_step() -> None:
     # lfu, and the residents have been used more often than the newcomers.
     core = make_core((8,), 3, policy="lfu")

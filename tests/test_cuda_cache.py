@@ -100,6 +100,7 @@ def test_a_lease_with_nothing_missing_may_be_read_without_the_loop(fake: FakeCud
     assert read > 10
 
 
+@pytest.mark.failure("24")
 @pytest.mark.parametrize("bank", ["ram", "disk"])
 def test_a_model_decodes_to_the_same_tokens_and_logits(fake: FakeCuda, bank: str) -> None:
     transformers = pytest.importorskip("transformers")
@@ -180,6 +181,7 @@ def test_two_caches_over_one_bank_share_the_lock(fake: FakeCuda) -> None:
     assert fake.held() == NOTHING
 
 
+@pytest.mark.failure("26")
 def test_memory_the_system_refuses_to_lock_is_counted(fake: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
     weights = weights_of()
     fake.fail("host_register", 2)
@@ -203,6 +205,7 @@ def test_a_copy_that_fails_is_an_error_and_the_next_call_works(fake: FakeCuda) -
     assert fake.held() == NOTHING
 
 
+@pytest.mark.failure("101")
 def test_a_cache_that_cannot_be_made_leaves_nothing_behind(fake: FakeCuda) -> None:
     for function in ("stream_create", "event_create"):
         fake.fail(function, 2)
@@ -216,6 +219,7 @@ def test_a_cache_that_cannot_be_made_leaves_nothing_behind(fake: FakeCuda) -> No
 # ---- graphs
 
 
+@pytest.mark.failure("33")
 def test_calls_under_capture_are_refused_and_change_nothing(fake: FakeCuda) -> None:
     weights = weights_of()
     with moecache.ExpertCache(bank_of(weights), 20, top_k=TOP_K) as cache, cache.request() as request:
@@ -249,6 +253,7 @@ def test_a_lease_from_before_the_capture_is_refused_and_gives_its_slots_back(fak
         run(cache, weights, 3)
 
 
+@pytest.mark.failure("32")
 def test_nothing_moves_while_the_cache_is_paused(fake: FakeCuda) -> None:
     weights = weights_of()
     ids = torch.tensor([[1, 2, 3, 4]])
@@ -313,6 +318,7 @@ lease = request.route(1, torch.tensor([[3, 5]]))
 """
 
 
+@pytest.mark.failure("133")
 @pytest.mark.parametrize(
     "end",
     [
@@ -331,6 +337,7 @@ def test_the_interpreter_ends_silently(end: str) -> None:
         assert done.stdout.splitlines()[-1] == f"{NOTHING} 0"
 
 
+@pytest.mark.failure("131")
 def test_a_forked_child_leaves_everything_to_its_parent() -> None:
     code = (
         SCRIPT
@@ -366,3 +373,15 @@ cache.close()
 def environment() -> dict[str, str]:
     here = Path(__file__).parent
     return {**os.environ, "PYTHONPATH": os.pathsep.join((str(here), str(here.parent)))}
+
+
+@pytest.mark.failure("79", "80")
+def test_float8_is_locked_and_copied_as_bytes(fake: FakeCuda) -> None:
+    raw = torch.randint(0, 256, (EXPERTS, 33, 65), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    with moecache.ExpertCache(bank_of([raw.view(torch.float8_e4m3fn)]), 2) as cache:
+        with cache.request() as request:
+            for n in range(12):
+                with request.route(0, torch.tensor([[n * 5 % EXPERTS]])) as lease:
+                    for expert, slot, _ in lease.ready():
+                        assert torch.equal(lease.weights["w"][slot].view(torch.uint8), raw[expert])
+        assert cache.stats().host_locked_bytes >= raw.nbytes

@@ -83,6 +83,7 @@ def run(cache: moecache.ExpertCache, weights: list[torch.Tensor], steps: int, se
 # ---- bytes and order
 
 
+@pytest.mark.failure("6")
 @pytest.mark.parametrize("capacity", [TOP_K, 20, 48])
 def test_slots_hold_the_right_bytes_while_kernels_still_read_the_old_ones(capacity: int) -> None:
     weights = weights_of(capacity)
@@ -96,6 +97,7 @@ def test_slots_hold_the_right_bytes_while_kernels_still_read_the_old_ones(capaci
     assert stats.host_pageable_bytes == 0
 
 
+@pytest.mark.failure("23")
 def test_large_experts_are_read_right_after_they_were_asked_for() -> None:
     """A copy takes longer than the launch of its reader: the reader's stream has to wait."""
     weights = weights_of(0, (1024, 4096), layers=2)  # 16 MiB each
@@ -124,6 +126,7 @@ def test_a_lease_with_nothing_missing_may_be_read_without_the_loop() -> None:
     assert read > 10
 
 
+@pytest.mark.failure("36")
 @pytest.mark.parametrize("numel", [1, 3, 4097, 1_048_577])
 def test_odd_sizes_are_exact(numel: int) -> None:
     weights = [torch.randint(0, 256, (EXPERTS, numel), dtype=torch.uint8) for _ in range(2)]
@@ -131,6 +134,7 @@ def test_odd_sizes_are_exact(numel: int) -> None:
         run(cache, weights, 10)
 
 
+@pytest.mark.failure("26")
 @pytest.mark.parametrize("limit", [0, 1 << 20])
 def test_pageable_memory_is_staged(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setenv("MOECACHE_PAGE_LOCK", str(limit))
@@ -155,6 +159,7 @@ def test_memory_in_many_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
         run(cache, weights, 10)
 
 
+@pytest.mark.failure("22")
 def test_memory_that_torch_pinned_is_used_as_it_is() -> None:
     weights = [w.pin_memory() for w in weights_of(4)]
     with moecache.ExpertCache(bank_of(weights), 20, device="cuda", top_k=TOP_K) as cache:
@@ -181,6 +186,7 @@ def test_experts_in_files(tmp_path: Path) -> None:
 # ---- streams
 
 
+@pytest.mark.failure("24")
 def test_readers_on_a_stream_of_their_own() -> None:
     weights = weights_of(6)
     with moecache.ExpertCache(bank_of(weights), 8, device="cuda", top_k=TOP_K) as cache:
@@ -211,6 +217,7 @@ def test_two_threads_with_a_stream_each() -> None:
     assert not failed
 
 
+@pytest.mark.failure("25")
 def test_a_pool_in_memory_that_kernels_still_write() -> None:
     """The allocator gives memory away in the order of its stream, of which the copies know nothing by themselves."""
     weights = weights_of(8, layers=2)
@@ -239,6 +246,7 @@ def test_resizing_between_steps() -> None:
 # ---- memory and lifetime
 
 
+@pytest.mark.failure("94")
 def test_locked_memory_is_counted_and_given_back() -> None:
     weights = weights_of(10)
     bank = bank_of(weights)
@@ -300,6 +308,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         moecache.ExpertCache(bank_of(weights_of(13)), 20, device=f"cuda:{torch.cuda.device_count()}")
 
 
+@pytest.mark.failure("102", "103")
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_the_device_need_not_be_the_current_one() -> None:
     weights = weights_of(14)
@@ -321,6 +330,7 @@ def test_the_device_need_not_be_the_current_one() -> None:
 # ---- graphs
 
 
+@pytest.mark.failure("33")
 def test_calls_under_capture_are_refused_and_the_capture_goes_on() -> None:
     weights = weights_of(15)
     x = torch.ones(1000, device="cuda")
@@ -344,6 +354,7 @@ def test_calls_under_capture_are_refused_and_the_capture_goes_on() -> None:
         run(cache, weights, 3, seed=1)
 
 
+@pytest.mark.failure("32")
 def test_copies_go_on_beside_captures() -> None:
     """The I/O thread's calls neither fail nor break what another thread captures in the strictest mode."""
     source = torch.randint(0, 256, (16, 8 << 20), dtype=torch.uint8)

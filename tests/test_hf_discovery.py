@@ -50,6 +50,7 @@ class AnySize:
         return 1e-6 if "eps" in name else 1.5
 
 
+@pytest.mark.failure("68", "73")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("module_name", "class_name"), CLASSES, ids=[name for _, name in CLASSES])
 def test_every_class_has_a_bit_equal_form(module_name: str, class_name: str, dtype: torch.dtype) -> None:
@@ -64,6 +65,7 @@ def test_every_class_has_a_bit_equal_form(module_name: str, class_name: str, dty
     assert form.product.__name__ in ("_plain", "_by_flags") or class_name == "OpenAIPrivacyFilterExperts"
 
 
+@pytest.mark.failure("72")
 def test_class_of_an_unknown_form_runs_through_its_own_forward() -> None:
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -155,6 +157,7 @@ WHOLE_MODELS = [
 ]
 
 
+@pytest.mark.failure("70")
 @pytest.mark.parametrize("family", WHOLE_MODELS)
 @torch.no_grad()
 def test_whole_model(family: str) -> None:
@@ -182,6 +185,7 @@ def test_whole_model(family: str) -> None:
     assert torch.equal(model(ids).logits, expected)
 
 
+@pytest.mark.failure("75")
 def test_language_experts_of_a_multimodal_model() -> None:
     """Experts are found as modules, however deep the configuration nests."""
     from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration

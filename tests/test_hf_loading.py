@@ -47,6 +47,7 @@ def assert_same_logits(model, folder: Path, **kwargs) -> None:
         assert torch.equal(model(IDS).logits, load_eager(folder, **kwargs)(IDS).logits)
 
 
+@pytest.mark.failure("104")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_stay_on_meta(family: str, tmp_path: Path) -> None:
     save(family, tmp_path)
@@ -95,6 +96,7 @@ def test_device_map_of_one_device(mixtral: Path) -> None:
     assert_same_logits(model, mixtral)
 
 
+@pytest.mark.failure("83")
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
 def test_another_dtype_is_converted_into_ram_only(family: str, tmp_path: Path) -> None:
     save(family, tmp_path, torch.bfloat16)
@@ -168,7 +170,7 @@ def test_quantised_checkpoint_is_dequantised_into_ram_only(tmp_path: Path) -> No
     assert cache.stats().evictions > 0
 
 
-@pytest.mark.failure("C13")
+@pytest.mark.failure("71", "C13")
 def test_checkpoint_with_stacked_experts(tmp_path: Path) -> None:
     """Already in the model's own layout: one 3-D tensor a parameter, rows are experts."""
     model = build("qwen3_moe")

@@ -59,6 +59,7 @@ def assert_equal_runs(model, eager) -> None:
         assert all(torch.equal(a, b) for a, b in zip(ours.logits, theirs.logits, strict=True))
 
 
+@pytest.mark.failure("43", "44", "64", "107")
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bit_equal_at_any_capacity(checkpoints, family: str, dtype: torch.dtype) -> None:
@@ -114,6 +115,7 @@ def test_five_percent_of_many_experts(tmp_path: Path) -> None:
     assert cache.stats().waves > 0
 
 
+@pytest.mark.failure("45")
 @pytest.mark.parametrize("top_k", [1, 4])
 def test_extreme_top_k(tmp_path: Path, top_k: int) -> None:
     save("mixtral", tmp_path, num_local_experts=4, num_experts_per_tok=top_k)
@@ -123,6 +125,7 @@ def test_extreme_top_k(tmp_path: Path, top_k: int) -> None:
     assert_cache_was_used(cache)
 
 
+@pytest.mark.failure("45")
 def test_one_expert(tmp_path: Path) -> None:
     save("mixtral", tmp_path, num_local_experts=1, num_experts_per_tok=1)
     eager, model = load_eager(tmp_path), load_empty(tmp_path)
@@ -131,6 +134,7 @@ def test_one_expert(tmp_path: Path) -> None:
     assert cache.stats().evictions > 0
 
 
+@pytest.mark.failure("65")
 def test_layers_of_different_counts_and_sizes() -> None:
     """As in a pruned model: fewer and narrower experts in one layer, each size with slots of its own."""
     eager = aligned(build("mixtral", num_hidden_layers=3))
@@ -152,6 +156,7 @@ def test_layers_of_different_counts_and_sizes() -> None:
     assert model.model.layers[1].mlp.experts.config._experts_implementation == "eager"
 
 
+@pytest.mark.failure("100")
 def test_resize_between_steps(checkpoints) -> None:
     folder = checkpoints["qwen3_moe", torch.float32]
     eager, model = load_eager(folder), load_empty(folder)

@@ -98,6 +98,7 @@ def test_bare_calls_of_layers_open_a_request(model) -> None:
     assert model.moecache.stats().requests == 2
 
 
+@pytest.mark.failure("40")
 @torch.no_grad()
 def test_no_token_and_repeated_experts(model) -> None:
     module = model.model.layers[0].mlp.experts
@@ -119,6 +120,7 @@ def test_no_token_and_repeated_experts(model) -> None:
         assert torch.equal(one, stock(resident, hidden[:1], torch.tensor(ids[:1]), scales[:1]))
 
 
+@pytest.mark.failure("54")
 def test_decode_steps_are_told_apart(model) -> None:
     seen = []
     route = moecache.Request.route

@@ -278,6 +278,7 @@ def test_merging_another_model_is_refused_and_changes_nothing() -> None:
 # Fingerprints
 
 
+@pytest.mark.failure("56")
 def test_fingerprints_tell_models_apart() -> None:
     base = Fingerprint.of(make_bank((8, 8)), 2)
     assert base.fits(base)

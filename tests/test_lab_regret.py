@@ -144,6 +144,7 @@ def test_two_interleaved_requests(make: Callable[[np.random.Generator], Trace]) 
     check_regret(trace, CAPACITIES, 0.04 if make is by_recency else REGRET, concurrency=2)
 
 
+@pytest.mark.failure("63")
 @pytest.mark.parametrize("split", [None, "7/10"])
 @pytest.mark.parametrize("name", ["deepseek-v2-lite", "gpt-oss-20b"])
 def test_real_traces(name: str, split: str | None) -> None:

@@ -226,6 +226,7 @@ def test_figures_of_deepseek_v2_lite() -> None:
     assert rates[6:] == pytest.approx([39.5, 51.5, 70.6], abs=2.0)
 
 
+@pytest.mark.failure("63")
 def test_counts_beat_lru_on_a_real_trace() -> None:
     results = replay(shared("gpt-oss-20b"), ["lru", "expected-next-use"], [0.1, 0.2, 0.3], max_tokens=1500)
     for lru, ours in zip(results[:3], results[3:], strict=True):

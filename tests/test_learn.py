@@ -303,6 +303,7 @@ def test_the_fit_is_of_the_lowest_priority(tmp_path: Path, trace: Trace, monkeyp
         assert os.sched_getscheduler(pid) == os.SCHED_IDLE
 
 
+@pytest.mark.failure("125")
 @pytest.mark.parametrize("what", ["log", "fitted"])
 def test_another_model_s_folder_is_refused(tmp_path: Path, trace: Trace, what: str) -> None:
     with make_cache(tmp_path) as cache:
@@ -445,6 +446,7 @@ def test_what_cannot_begin_says_why(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"a", "file"}
 
 
+@pytest.mark.failure("50")
 def test_the_log_forgets_its_oldest(tmp_path: Path, trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learning, "LOG_TOKENS", 1_000)
     monkeypatch.setattr(learning, "_PART_TOKENS", 300)
@@ -488,6 +490,7 @@ def test_requests_in_several_threads(tmp_path: Path, trace: Trace) -> None:
     np.testing.assert_array_equal(*(x[np.lexsort(x.T)] for x in (rows, expected)))
 
 
+@pytest.mark.failure("126")
 def test_a_full_disk_ends_learning_not_the_model(
     tmp_path: Path, trace: Trace, caplog: pytest.LogCaptureFixture
 ) -> None:

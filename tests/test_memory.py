@@ -103,6 +103,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.failure("104", "127")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="VmHWM is read from Linux's /proc")
 def test_peak_is_the_dense_part_and_the_pool(checkpoint: Path) -> None:
     capacity = 24

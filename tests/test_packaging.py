@@ -118,12 +118,14 @@ def test_wheel_holds_types_and_binaries(built: tuple[Path, Path]) -> None:
     assert core == {"numpy", "torch", "numba", "safetensors", "tqdm"}
 
 
+@pytest.mark.failure("131", "135")
 def test_import_needs_no_transformers_numba_or_cuda(imported: dict, installed: Path) -> None:
     assert Path(imported["file"]).is_relative_to(installed)
     assert imported["asked"] == []
     assert imported["cuda_initialized"] is False
 
 
+@pytest.mark.failure("131")
 def test_import_changes_nothing_of_the_process(imported: dict) -> None:
     threads, python_threads, root_handlers, filters = imported["unchanged"]
     assert threads, "a native thread was started"

@@ -166,11 +166,13 @@ def limits(tmp_path: Path, proc: str) -> list[tuple[int, int]]:
     return pool._cgroup_limits(str(tmp_path / "fs"), str(tmp_path / "self"))
 
 
+@pytest.mark.failure("91")
 def test_a_limit_of_version_two(tmp_path: Path) -> None:
     cgroup(tmp_path / "fs", "/box", str(2**30), 700, 300)
     assert limits(tmp_path, "0::/box\n") == [(2**30, 400)]
 
 
+@pytest.mark.failure("91")
 def test_nested_limits_are_all_seen(tmp_path: Path) -> None:
     cgroup(tmp_path / "fs", "/a", "5000", 900, 100)
     cgroup(tmp_path / "fs", "/a/b", "max", 500, 0)
@@ -178,6 +180,7 @@ def test_nested_limits_are_all_seen(tmp_path: Path) -> None:
     assert limits(tmp_path, "0::/a/b/c\n") == [(9000, 0), (5000, 800)]
 
 
+@pytest.mark.failure("91")
 def test_limits_of_version_one(tmp_path: Path) -> None:
     cgroup(tmp_path / "fs", "/docker/xyz", "4096000", 1000, 10, version=1)
     proc = "12:cpu,cpuacct:/docker/xyz\n5:memory:/docker/xyz\n1:name=systemd:/docker/xyz\n"
@@ -204,6 +207,7 @@ def test_a_limit_without_statistics_still_counts(tmp_path: Path) -> None:
     assert limits(tmp_path, "0::/box\n") == [(5000, 700)]
 
 
+@pytest.mark.failure("91")
 @pytest.mark.parametrize(("free", "groups", "expected"), [
     (10_000, [], 10_000),
     (10_000, [(5000, 1000)], 4000),

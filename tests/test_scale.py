@@ -68,6 +68,7 @@ def test_the_slots_are_ranked_once_for_all_that_a_step_misses(missing: int) -> N
     core.release(step)
 
 
+@pytest.mark.failure("61")
 def test_a_history_says_what_it_takes() -> None:
     # 5 bytes for each request and expert, and little else; the counts of what follows what are the model's, not the
     # requests'.

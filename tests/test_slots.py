@@ -384,6 +384,7 @@ def fill(core: Any, request: Any, layer: int, experts: list[int]) -> None:
         core.release(step)
 
 
+@pytest.mark.failure("2")
 @pytest.mark.parametrize("slots", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("policy", ["lru", "expected-next-use"])
 def test_a_step_larger_than_the_pool_hands_out_everything_once(slots: int, policy: str) -> None:
@@ -413,6 +414,7 @@ def test_the_first_wave_keeps_most_of_its_slots() -> None:
     assert {0, 1, 2, 3} <= kept
 
 
+@pytest.mark.failure("3")
 def test_everything_pinned_hands_out_no_slot_and_recovers() -> None:
     core = make_core((8,), 2)
     request = core.begin_request()
@@ -428,6 +430,7 @@ def test_everything_pinned_hands_out_no_slot_and_recovers() -> None:
     assert not core.slot_pins.any()
 
 
+@pytest.mark.failure("3")
 def test_a_prefetch_finds_no_slot_when_all_are_pinned() -> None:
     # Two layers, both slots leased: whatever is forecast, nothing is given away.
     core = make_core((2, 2), 2, prefetch=True, top_k=1)
@@ -445,6 +448,7 @@ def test_a_prefetch_finds_no_slot_when_all_are_pinned() -> None:
         core.release(step)
 
 
+@pytest.mark.failure("18")
 def test_two_leases_on_one_expert_join_one_copy() -> None:
     core = make_core((4,), 2)
     a, b = core.begin_request(), core.begin_request()
@@ -564,6 +568,7 @@ def run_demanded(core: Any, step: Any) -> None:
         core.finish(step, core.take(step))
 
 
+@pytest.mark.failure("60")
 @pytest.mark.parametrize("late", [False, True])
 def test_a_predictable_trace_is_prefetched_and_the_prefetches_are_used(late: bool) -> None:
     core = make_core((8, 8, 8, 8), 8, policy="expected-next-use", prefetch=True, top_k=1)
@@ -580,12 +585,14 @@ def test_a_predictable_trace_is_prefetched_and_the_prefetches_are_used(late: boo
         assert core.hits > without.hits
 
 
+@pytest.mark.failure("13")
 def test_a_pool_below_one_token_prefetches_nothing() -> None:
     core = make_core((8, 8, 8, 8), 3, policy="expected-next-use", prefetch=True, top_k=1)
     skewed(core, 100)
     assert core.counters()["prefetch_issued"] == 0
 
 
+@pytest.mark.failure("16")
 def test_a_prefetch_does_not_evict_an_expert_that_is_needed_sooner() -> None:
     # Every layer uses expert 0 always; layer 1 is predicted to use a cold expert now and then, with all slots warm.
     core = make_core((4, 4), 2, policy="expected-next-use", prefetch=True, top_k=1)

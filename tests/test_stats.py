@@ -25,6 +25,7 @@ def test_rates_of_nothing_are_zero() -> None:
     assert str(nothing)
 
 
+@pytest.mark.failure("140")
 def test_rates() -> None:
     some = stats(demands=8, hits=6, misses=2, bytes_demand=300, bytes_prefetch=100, tokens=4)
     assert some.hit_rate == 0.75
@@ -36,6 +37,7 @@ def test_frozen() -> None:
         stats().hits = 3
 
 
+@pytest.mark.failure("140")
 def test_the_table_says_what_happened() -> None:
     text = str(
         stats(
@@ -73,6 +75,7 @@ def test_a_dict_of_plain_types() -> None:
         assert type(value) in (int, float, tuple), name
 
 
+@pytest.mark.failure("141")
 def test_counters_only_grow() -> None:
     with make_bank() as bank, ExpertCache(bank, 3, top_k=1) as cache, cache.request() as request:
         before = cache.stats()

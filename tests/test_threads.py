@@ -153,6 +153,7 @@ def test_bad_ids_leave_nothing_under_way() -> None:
     assert core.under_way == 0
 
 
+@pytest.mark.failure("114")
 def test_a_cache_used_by_many_threads() -> None:
     """Through the public face, with a pool that is too small and steps that let others in."""
     bank = make_bank((EXPERTS,) * LAYERS)

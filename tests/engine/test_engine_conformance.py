@@ -20,6 +20,7 @@ BLOCK = 4096  # chunks of this size, in a file that begins with them, are the sa
 # ---- bytes
 
 
+@pytest.mark.failure("36")
 @pytest.mark.parametrize("chunk_bytes", [997, 4096, 2 << 20])
 def test_odd_sizes_arrive_byte_for_byte(backend: Backend, chunk_bytes: int) -> None:
     rng = np.random.default_rng(chunk_bytes)
@@ -101,6 +102,7 @@ def test_before_a_demand_land_no_more_than_the_windows_bytes(backend: Backend) -
 # ---- join, cancel
 
 
+@pytest.mark.failure("18")
 def test_a_demand_joins_a_prefetch_under_way(backend: Backend) -> None:
     world = backend.simple(3, 5 * BLOCK, 3, lead=0, faults={"stall_at": 1}, chunk_bytes=BLOCK, window_bytes=BLOCK)
     mine, other = world.prefetch((0, 0, 0.0), (1, 1, 1.0))
@@ -187,6 +189,7 @@ def test_a_thread_that_cannot_start_is_an_error(backend: Backend) -> None:
         world.prefetch((0, 0, 1.0))
 
 
+@pytest.mark.failure("23")
 @pytest.mark.parametrize("landed", [False, True], ids=["on-its-way", "landed-late"])
 def test_a_stalled_copy_is_not_complete_before_it_says_so(backend: Backend, landed: bool) -> None:
     world = backend.simple(1, 3000, 1, faults={"stall_at": 1, "stall_landed": landed})
@@ -293,6 +296,7 @@ def test_a_waiter_asleep_through_a_pause_is_served_after_it(backend: Backend) ->
 # ---- readers, threads
 
 
+@pytest.mark.failure("6")
 def test_a_slots_next_copy_never_touches_what_a_slow_reader_reads(backend: Backend) -> None:
     """The reader takes its time; its slot is given on when it is done, all others at once and with copies given up."""
     nbytes, slots, sources = 40_000, 4, 6
@@ -316,6 +320,7 @@ def test_a_slots_next_copy_never_touches_what_a_slow_reader_reads(backend: Backe
         assert world.complete[slot] == tenancy[1]
 
 
+@pytest.mark.failure("31")
 def test_a_hundred_thousand_operations_of_two_threads_with_poisoned_free_slots(backend: Backend) -> None:
     """Prefetches, raises, drops, demands and waits, each thread in slots of its own.
 

@@ -16,6 +16,7 @@ from moecache._engine import FaultyLink, FileLink
 pytestmark = pytest.mark.timeout(60)
 
 
+@pytest.mark.failure("36")
 @pytest.mark.parametrize("place", ["memory", "file", "file-buffered", "file-refused", "short", "short-buffered"])
 @pytest.mark.parametrize("chunk_bytes", [1000, 1 << 20])
 def test_every_size_alignment_and_region_arrives_byte_for_byte(tmp_path: Path, place: str, chunk_bytes: int) -> None:
@@ -55,6 +56,7 @@ def test_every_size_alignment_and_region_arrives_byte_for_byte(tmp_path: Path, p
     assert (counters["direct_reads"] + counters["buffered_reads"] > 0) == (folder is not None)
 
 
+@pytest.mark.failure("123")
 def test_a_read_ending_with_less_than_a_block_is_finished_through_the_cache(tmp_path: Path) -> None:
     world = simple(3, 30_000, 3, folder=tmp_path, link=FaultyLink(FileLink(), short_read=100))
     with world.engine:
@@ -130,6 +132,7 @@ def test_a_source_without_bytes_is_complete_at_once() -> None:
         assert world.complete.tolist() == [1, 1]
 
 
+@pytest.mark.failure("123")
 @pytest.mark.parametrize("place", ["/dev/shm", "disk"])
 def test_every_read_is_counted_as_direct_or_buffered(tmp_path: Path, place: str) -> None:
     with tempfile.TemporaryDirectory(dir=place if place != "disk" else tmp_path) as folder:

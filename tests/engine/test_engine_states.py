@@ -167,6 +167,7 @@ TestChunks.settings = settings(
 )
 
 
+@pytest.mark.failure("31")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}")
 @pytest.mark.parametrize("faults", FAULTS, ids=lambda faults: f"{faults[0]}-{faults[1]}")
 def test_thousands_of_interleavings_go_as_the_model_says(kind: tuple[str, int], faults: tuple[str, int, int]) -> None:
