@@ -255,8 +255,8 @@ class ExpertCache:
     def stats(self) -> Stats:
         """Counters since the start or the last :meth:`reset_stats`."""
         runtime = self._current()
-        core = runtime.core.counters()
-        seconds = {name[:-3] + "_s": core.pop(name) / 1e9 for name in list(core) if name.endswith("_ns")}
+        core: dict[str, Any] = runtime.core.counters()
+        seconds: dict[str, Any] = {name[:-3] + "_s": core.pop(name) / 1e9 for name in list(core) if name.endswith("_ns")}
         moved = runtime.counters()
         lock = None if runtime.copies is None else runtime.copies.lock
         learner = self._learner

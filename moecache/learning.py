@@ -218,7 +218,6 @@ class Learner:
 
     def _open(self, cache: ExpertCache) -> tuple[Recorder | None, OSError | None]:
         from .lab.record import Recorder
-    from .request import Request
 
         try:
             self._recorder = Recorder(cache, self.folder / "log.safetensors")

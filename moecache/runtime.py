@@ -78,6 +78,7 @@ class Runtime:
         numbers, addresses, strides = pool.regions()
         self._region = numbers
         sources = bank.sources(numbers)
+        self.engine: Engine
         self.copies: CudaCopies | None = None
         if setup.link is None and setup.device.type == "cuda":
             self.copies = copies_for(sources, setup.device, len(complete), bank)

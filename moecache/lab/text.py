@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from ..errors import TraceFormatError
-from ..history import whole_file
+from ..files import whole_file
 from ..tensorfile import MOST_LAYERS, MOST_TOP_K, brief, parse_json, whole_number
 from .foreign import MOST_PACKED, columns_of, other_names
 from .trace import Trace, experts_per_layer, metadata_of, name_of
