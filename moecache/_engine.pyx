@@ -18,11 +18,11 @@ from libc.errno cimport EAGAIN, EINTR, EINVAL, EIO, EMFILE, ENFILE, ENOMEM, EOPN
 from libc.stdint cimport INT64_MAX
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
-from posix.fcntl cimport O_RDONLY, POSIX_FADV_DONTNEED, open, posix_fadvise
+from posix.fcntl cimport O_RDONLY, POSIX_FADV_DONTNEED, open as posix_open, posix_fadvise
 from posix.stdlib cimport posix_memalign
 from posix.time cimport nanosleep, timespec
 from posix.types cimport off_t
-from posix.unistd cimport close, pread
+from posix.unistd cimport close as posix_close, pread
 
 from moecache.errors import CheckpointError, ClosedError, RoutingError, TransferError, refuse_copy
 from moecache.stamp import Stamp, changed

@@ -7,7 +7,7 @@ cdef enum:
 
 cdef void close_descriptor(Files* files, int* descriptor) noexcept nogil:
     if descriptor[0] >= 0:
-        close(descriptor[0])
+        posix_close(descriptor[0])
         descriptor[0] = -1
         files.open -= 1
 
@@ -47,7 +47,7 @@ cdef int open_descriptor(Files* files, File* file, int* descriptor, int flags) n
     while files.open >= MOST_DESCRIPTORS and close_one(files):
         pass
     while True:
-        descriptor[0] = open(file.path, O_RDONLY | O_CLOEXEC | flags)
+        descriptor[0] = posix_open(file.path, O_RDONLY | O_CLOEXEC | flags)
         if descriptor[0] >= 0:
             break
         error = errno
@@ -73,19 +73,23 @@ cdef int have_buffered(Files* files, File* file) noexcept nogil:
 
 
 cdef int have_direct(Files* files, File* file) noexcept nogil:
-    """Have a descriptor past the page cache, unless the file system refuses that. With the lock held."""
+    """Have a descriptor past the page cache; where the file system refuses, one through it. With the lock held."""
     cdef int error
     if file.direct >= 0:
         return 0
     error = open_descriptor(files, file, &file.direct, O_DIRECT)
-    if error in (EINVAL, EOPNOTSUPP):
-        store_release(&file.refused, 1)
-        return 0
-    if error == 0 and file.align == 0:
+    if error in (FILE_CHANGED, EMFILE, ENFILE):
+        return error
+    if error:
+        error = have_buffered(files, file)      # a file that cannot be opened at all says why here
+        if error == 0:
+            store_release(&file.refused, 1)
+        return error
+    if file.align == 0:
         file.align = direct_alignment(file.direct, &file.memory_align)
         if not 1 <= file.align <= 4096:
             store_release(&file.refused, 1)
-    return error
+    return 0
 
 
 cdef int hold_file(Files* files, File* file, bint direct) noexcept nogil:
@@ -128,7 +132,7 @@ cdef void open_files(_Keeper keeper, stamps) except *:
     cdef int error
     if stamps and len(stamps) != len(keeper.paths):
         raise ValueError(f"{len(stamps)} stamps for {len(keeper.paths)} files")
-    keeper.encoded = [os.fsencode(path) for path in keeper.paths]
+    keeper.encoded = list(map(os.fsencode, keeper.paths))
     files.file = <File*> room_for(len(keeper.paths), sizeof(File))
     for i in range(len(keeper.paths)):
         file = &files.file[i]
@@ -144,7 +148,7 @@ cdef void open_files(_Keeper keeper, stamps) except *:
             if error == 0:
                 leave_file(files, file)
         if error:
-            raise file_error(keeper, i, error, 0)
+            raise file_error(keeper, i, error, -1)
     refused = sum(files.file[i].refused for i in range(files.count))
     if keeper.room.link.direct and refused:
         logger.warning("the file system of %s refuses reads past the page cache (%d of %d files): experts are read through "
@@ -164,7 +168,7 @@ cdef object file_error(_Keeper keeper, Py_ssize_t number, int fault, int64_t off
         return changed(path, stamp, now)
     if fault == END_OF_FILE:
         return OSError(EIO, f"the file has {file.nbytes} bytes, and those from {offset} on were expected too", path)
-    said = f"{os.strerror(fault)} at byte {offset}"
+    said = os.strerror(fault) + (f" at byte {offset}" if offset >= 0 else "")
     if fault in (EMFILE, ENFILE):
         said = f"{os.strerror(fault)}: the process has no descriptor left for it; close files, or raise the limit (ulimit -n)"
     return TransferError(fault, said, path)

@@ -12,7 +12,7 @@ import logging
 import operator
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -21,7 +21,8 @@ import torch
 from .checkpoint import CheckpointIndex, TensorFiles
 from .errors import CheckpointError, ClosedError, CopyError, RoutingError
 from .layout import PRESETS, LayerSource, Layout
-from .pieces import ParamSpec, Piece, adopt_layer, locate_layer, merge_adjacent
+from .pieces import ParamSpec, Piece, adopt_layer, locate_layer, mapped_files, merge_adjacent
+from .stamp import check_unchanged
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -77,6 +78,7 @@ class ExpertBank:
         self._index = index
         self._tensors = tuple(tensors)
         self._addresses = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
+        self._mapped = mapped_files(tensors)
         self._closed = False
         self.page_lock: PageLock | None = None  # kept here because all caches over the bank share it
         if self.stored_nbytes < self.nbytes:
@@ -190,7 +192,9 @@ class ExpertBank:
     @property
     def stored_nbytes(self) -> int:
         """Bytes that the experts take where they lie: those that share their memory, or their place in a file, count once."""
-        runs = [(piece.file, piece.source, piece.nbytes) for layer in self._pieces for p in layer.values() for piece in p]
+        runs = [
+            (piece.file, piece.source, piece.nbytes) for layer in self._pieces for p in layer.values() for piece in p
+        ]
         places = [np.stack([f.astype(np.uint64), at, np.full_like(at, n)], axis=1) for f, at, n in runs]
         return int(np.unique(np.concatenate(places), axis=0)[:, 2].sum())
 
@@ -214,9 +218,7 @@ class ExpertBank:
         """
         from ._engine import Sources
 
-        self._check_open()
-        if self._index is not None:
-            self._index.check_unchanged()
+        self.check_unchanged()
         file, source, owner, nbytes, region, offset, counts = [], [], [], [], [], [], []
         for layer, params in enumerate(self._pieces):
             experts = self.num_experts[layer]
@@ -248,6 +250,22 @@ class ExpertBank:
             name_of=_Names(self.num_experts, self.layer_names),
         )
 
+    def check_unchanged(self) -> None:
+        """See that the files are what they were when the bank was built; takes a microsecond or two a file.
+
+        The copies of a cache check what they read by themselves. Tensors that a loader has mapped from a file are memory,
+        which nobody can check without reading it: their files are looked at here.
+
+        Raises
+        ------
+        ClosedError
+        CheckpointError
+            A file has been replaced, removed or written to.
+        """
+        self._check_mapped()
+        if self._index is not None:
+            self._index.check_unchanged()
+
     def expert(self, layer: int, index: int) -> dict[str, torch.Tensor]:
         """A copy of one expert's tensors, in host memory.
 
@@ -259,7 +277,7 @@ class ExpertBank:
         CheckpointError
             A file of the checkpoint has changed since its header was read, or a tensor's memory has moved.
         """
-        self._check_open()
+        self._check_mapped()
         layer, index = self._layer(layer), _integer(index, "expert")
         if not 0 <= index < self.num_experts[layer]:
             raise RoutingError(f"no expert {index} in layer {layer}: expected 0 to {self.num_experts[layer] - 1}")
@@ -278,7 +296,7 @@ class ExpertBank:
         ClosedError, RoutingError, CheckpointError
             As :meth:`expert`.
         """
-        self._check_open()
+        self._check_mapped()
         layer = self._layer(layer)
         with self._files() as files:
             return self._stacked(files, layer)
@@ -322,6 +340,14 @@ class ExpertBank:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("this bank is closed; build another one")
+
+    def _check_mapped(self) -> None:
+        self._check_open()
+        for path, stamp in self._mapped.items():
+            # One that was removed or replaced lives on in its mapping.
+            with suppress(OSError):
+                if os.stat(path).st_ino == stamp.inode:
+                    check_unchanged(path, stamp)
 
     def _layer(self, layer: int) -> int:
         layer = _integer(layer, "layer")

@@ -141,9 +141,9 @@ class CheckpointIndex:
         place = self._promised.get(name)
         return CheckpointError(
             ("" if layer is None else f"layer {layer}: ")
-            + f"tensor {name!r} is not in the checkpoint"
+            + f"tensor {short(name)} is not in the checkpoint"
             + ("" if not found else f"; {found}")
-            + ("" if place is None else f"; the index says that {place} holds it: fetch that file again")
+            + ("" if place is None else f"; the index says that {_clipped(place)} holds it: fetch that file again")
             + f" ({self.files[0]}, {len(self.files)} files)"
         )
 
@@ -158,7 +158,7 @@ class CheckpointIndex:
         extent = self.lookup(name)
         if extent.dtype is None:
             raise CheckpointError(
-                f"{self.files[extent.file]}: tensor {name!r} has dtype {extent.dtype_name}, which torch does not have as "
+                f"{self.files[extent.file]}: tensor {short(name)} has dtype {extent.dtype_name}, which torch does not have as "
                 f"a dtype of whole bytes; expected one of {', '.join(sorted(_DTYPES))}"
             )
         return extent.dtype
@@ -235,7 +235,9 @@ class TensorFiles:
         if now != stamp:
             raise changed(path, stamp, now)
         if done < nbytes:
-            raise CheckpointError(f"{path}: holds {offset + done} bytes, bytes {offset} to {offset + nbytes} were expected")
+            raise CheckpointError(
+                f"{path}: holds {offset + done} bytes, bytes {offset} to {offset + nbytes} were expected"
+            )
 
     def _open(self, file: int) -> int:
         if file in self._descriptors:
@@ -308,7 +310,9 @@ def _read_index(index: Path) -> tuple[Mapping[str, str], list[Path]]:
         if not isinstance(weight_map, dict) or not weight_map:
             raise TypeError("'weight_map' is not an object that names tensors")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{index}: not a safetensors index (a JSON object with 'weight_map'): {error}") from error
+        raise CheckpointError(
+            f"{index}: not a safetensors index (a JSON object with 'weight_map'): {_clipped(str(error))}"
+        ) from error
     for name, file in weight_map.items():
         parts = PurePosixPath(file).parts if isinstance(file, str) else ()
         if not parts or ".." in parts or os.path.isabs(file) or "\0" in file:
@@ -319,9 +323,12 @@ def _read_index(index: Path) -> tuple[Mapping[str, str], list[Path]]:
 
 
 def short(value: object) -> str:
-    """How a message shows what a file holds: quoted, and not at whatever length the file says."""
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:180]}... ({len(text)} characters)"
+    """How a message shows what a file says: quoted, and not at whatever length it has."""
+    return _clipped(repr(value))
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= 300 else f"{text[:200]}... ({len(text)} characters)"
 
 
 def _is_file(path: Path) -> bool:
@@ -337,7 +344,7 @@ def _existing(files: Iterable[Path]) -> list[Path]:
         raise CheckpointError("an empty list of files; expected at least one safetensors file")
     for file in found:
         if not _is_file(file):
-            raise CheckpointError(f"{short(str(file))}: missing shard of the checkpoint ({len(found)} expected)")
+            raise CheckpointError(f"{_clipped(str(file))}: missing shard of the checkpoint ({len(found)} expected)")
     return found
 
 
@@ -370,7 +377,7 @@ def _read_header(file: str, number: int) -> tuple[Stamp, dict[str, TensorExtent]
         header.pop("__metadata__", None)
         extents = {name: _extent(number, entry, 8 + header_nbytes) for name, entry in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{file}: not a sound safetensors file: {error}") from error
+        raise CheckpointError(f"{file}: not a sound safetensors file: {_clipped(str(error))}") from error
     end = max((extent.offset + extent.nbytes for extent in extents.values()), default=8 + header_nbytes)
     if end > stamp.nbytes:
         last = max(extents, key=lambda name: extents[name].offset + extents[name].nbytes)
@@ -390,7 +397,7 @@ def _refusal(head: bytes) -> str | None:
     try:
         deserialize(head)  # type: ignore[no-untyped-call]
     except SafetensorError as error:
-        return None if str(error) == _only_bytes_missing() else short(str(error)).strip("'\"")
+        return None if str(error) == _only_bytes_missing() else _clipped(str(error))
     return None
 
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import bisect
 import math
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from .checkpoint import CheckpointIndex
+from .checkpoint import CheckpointIndex, TensorExtent, short
 from .errors import CheckpointError
 from .layout import LayerSource
+from .stamp import Stamp
 
-__all__ = ["Adopted", "ParamSpec", "Piece", "adopt_layer", "locate_layer", "merge_adjacent"]
+__all__ = ["Adopted", "ParamSpec", "Piece", "adopt_layer", "locate_layer", "mapped_files", "merge_adjacent"]
 
 # Their elements are parts of a byte, and torch does not say how they are packed.
 _PARTS_OF_A_BYTE = re.compile(r"torch\.(u?int[1-7]|bits\d.*)")
@@ -96,6 +102,31 @@ def _adopt(value: torch.Tensor | Sequence[torch.Tensor], name: str) -> Adopted:
     return Adopted(spec, _memory_piece(addresses, len(tensors), spec, name), tensors, copied_bytes)
 
 
+def mapped_files(tensors: Sequence[torch.Tensor]) -> dict[str, Stamp]:
+    """The files whose private mappings the tensors lie in, as loaders leave them: memory that changes when they do."""
+    spans: list[tuple[int, int, str, int]] = []
+    try:
+        lines = Path("/proc/self/maps").read_bytes().splitlines()
+    except OSError:
+        return {}
+    for line in lines:
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[1].endswith(b"p") and fields[5].startswith(b"/"):
+            start, stop = fields[0].split(b"-")
+            spans.append((int(start, 16), int(stop, 16), os.fsdecode(fields[5]), int(fields[4])))
+    spans.sort()
+    found: dict[str, Stamp] = {}
+    for tensor in tensors:
+        at = bisect.bisect_right(spans, (tensor.data_ptr(), sys.maxsize)) - 1
+        if at >= 0 and tensor.data_ptr() < spans[at][1]:
+            _, _, path, inode = spans[at]
+            with suppress(OSError):  # removed or replaced: the mapping keeps the bytes of the file that was
+                stamp = Stamp.of(os.stat(path))
+                if stamp.inode == inode:
+                    found[path] = stamp
+    return found
+
+
 def _check_plain(tensor: torch.Tensor, name: str) -> None:
     """Refuse what is not elements of whole bytes that lie, as shape and strides say, inside a storage."""
     if not isinstance(tensor, torch.Tensor):
@@ -115,7 +146,9 @@ def _check_plain(tensor: torch.Tensor, name: str) -> None:
         )
     if tensor.numel() and tensor.device.type == "cpu":
         # What the storage holds decides, not what the tensor says: storages are resized, also under their tensors.
-        last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        last = tensor.storage_offset() + sum(
+            (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         expected, held = (last + 1) * tensor.element_size(), tensor.untyped_storage().nbytes()
         if expected > held:
             raise CheckpointError(
@@ -169,18 +202,18 @@ def _locate(index: CheckpointIndex, names: Sequence[str | Sequence[str]], param:
     """One parameter's spec and pieces; pieces are joined along dim 0 of the expert."""
     specs, pieces = [], []
     for piece in names:
-        stacked = isinstance(piece, str)
-        extents = [index.lookup(name) for name in ([piece] if stacked else piece)]
-        if not extents or (stacked and not extents[0].shape) or extents[0].nbytes == 0:
-            raise CheckpointError(f"{param}: tensor {(piece if stacked else piece[:1])!r} holds no expert bytes")
-        name, first = piece if stacked else piece[0], extents[0]
-        if stacked:
-            spec = ParamSpec(first.shape[1:], index.dtype_of(name))
+        names_of = [piece] if isinstance(piece, str) else list(piece)
+        extents = [index.lookup(name) for name in names_of]
+        if not extents or extents[0].nbytes == 0 or (isinstance(piece, str) and not extents[0].shape):
+            raise CheckpointError(f"{param}: tensor {short(names_of[0]) if names_of else ''} holds no expert bytes")
+        first, dtype = extents[0], index.dtype_of(names_of[0])
+        if isinstance(piece, str):
+            spec = ParamSpec(first.shape[1:], dtype)
             source = np.uint64(first.offset) + np.arange(first.shape[0], dtype=np.uint64) * np.uint64(spec.nbytes)
             files = np.full(first.shape[0], first.file, np.int32)
         else:
-            _check_equal(index, piece, extents)
-            spec = ParamSpec(first.shape, index.dtype_of(name))
+            _check_equal(index, names_of, extents)
+            spec = ParamSpec(first.shape, dtype)
             source = np.array([extent.offset for extent in extents], np.uint64)
             files = np.array([extent.file for extent in extents], np.int32)
         specs.append(spec)
@@ -198,7 +231,7 @@ def _joined_spec(specs: Sequence[ParamSpec], names: Sequence[str | Sequence[str]
         if not spec.shape or spec.shape[1:] != first.shape[1:] or spec.dtype != first.dtype:
             name = piece if isinstance(piece, str) else piece[0]
             raise CheckpointError(
-                f"{param}: tensor {name!r} of {spec.shape}, {spec.dtype} cannot be joined along dim 0 to "
+                f"{param}: tensor {short(name)} of {spec.shape}, {spec.dtype} cannot be joined along dim 0 to "
                 f"{first.shape}, {first.dtype}"
             )
     return ParamSpec((sum(spec.shape[0] for spec in specs), *first.shape[1:]), first.dtype)
@@ -209,8 +242,8 @@ def _check_equal(index: CheckpointIndex, names: Sequence[str], extents: Sequence
     for name, extent in zip(names, extents, strict=True):
         if extent.shape != first.shape or extent.dtype_name != first.dtype_name:
             raise CheckpointError(
-                f"{index.files[extent.file]}: tensor {name!r} has shape {extent.shape}, {extent.dtype_name}; expected "
-                f"{first.shape}, {first.dtype_name} as {names[0]!r} of the same layer"
+                f"{index.files[extent.file]}: tensor {short(name)} has shape {extent.shape}, {extent.dtype_name}; expected "
+                f"{first.shape}, {first.dtype_name} as {short(names[0])} of the same layer"
             )
 
 
