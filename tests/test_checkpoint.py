@@ -9,6 +9,7 @@ import resource
 import struct
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,12 @@ def headers(draw: st.DrawFn) -> tuple[bytes, int]:
     return raw, nbytes + draw(st.sampled_from([0, 0, 0, 1, -1]))
 
 
+def has_a_name_twice(text: bytes) -> bool:
+    doubled = []
+    json.loads(text, object_pairs_hook=lambda pairs: doubled.append(len(dict(pairs)) < len(pairs)))
+    return any(doubled)
+
+
 @pytest.mark.failure("B8b", "128")
 @settings(max_examples=400, deadline=None)
 @given(headers())
@@ -133,11 +140,11 @@ def test_what_safetensors_refuses_is_refused_and_what_it_takes_lies_where_it_say
         with pytest.raises(CheckpointError, match=r"drawn\.safetensors"):
             CheckpointIndex(file)
         return
-    try:
-        index = CheckpointIndex(file)
-    except CheckpointError as error:
-        assert "twice" in str(error)  # the one thing that is refused beyond that
+    if has_a_name_twice(text):  # the one thing that is refused beyond that
+        with pytest.raises(CheckpointError, match="twice"):
+            CheckpointIndex(file)
         return
+    index = CheckpointIndex(file)
     assert {name: list(extent.shape) for name, extent in index.tensors.items()} == expected
     with safe_open(file, framework="pt") as theirs:
         for name, extent in index.tensors.items():
@@ -193,7 +200,7 @@ def test_a_header_length_beyond_the_file_allocates_nothing(tmp_path: Path, lengt
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")  # opening it would wait for a writer
-    with pytest.raises(CheckpointError, match="no safetensors file|missing"):
+    with pytest.raises(CheckpointError, match="missing shard"):
         CheckpointIndex(tmp_path / "model.safetensors")
     (tmp_path / "secret.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match="cut short: 0 bytes"):
@@ -400,7 +407,7 @@ def test_no_descriptor_left_is_said(tmp_path: Path) -> None:
     bank = ExpertBank.from_safetensors(tmp_path, LAYOUT)
     kept: list[int] = []
     try:
-        with pytest.raises(OSError, match="Too many"):
+        with suppress(OSError):
             while True:
                 kept.append(os.open("/dev/null", os.O_RDONLY))
         for use, error in (

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moecache import ExpertBank, ExpertCache
-from moecache._engine import Engine, FileLink, HostLink, ThrottledLink
+from moecache._engine import Engine, FaultyLink, FileLink, HostLink, Sources, ThrottledLink
 from moecache.errors import CheckpointError, ClosedError, CopyError, RoutingError, TransferError
 
 EXPERTS, LAYERS = 8, 3
@@ -48,6 +48,18 @@ def all_right(cache: ExpertCache) -> None:
     for layer in range(LAYERS):
         for expert in range(EXPERTS):
             assert route(cache, layer, expert).eq(value(layer, expert)).all()
+
+
+def is_right_or_refused(cache: ExpertCache, layer: int, expert: int) -> bool:
+    """Whether the step was refused, because of a file that has changed; one that was not has the right bytes."""
+    try:
+        weights = route(cache, layer, expert)
+    except TransferError as error:
+        if not isinstance(error.__cause__, CheckpointError):
+            raise
+        return True
+    assert weights.eq(value(layer, expert)).all()
+    return False
 
 
 def checkpoint(folder: Path, shards: int = 1, width: int = 64, offset: float = 0.0) -> list[Path]:
@@ -415,11 +427,7 @@ def test_a_file_rewritten_while_steps_read_it_is_never_used(tmp_path: Path, disk
             steps += 1
             if steps == 20:
                 began.set()
-            try:
-                assert route(cache, layer, expert).eq(value(layer, expert)).all()
-            except TransferError as error:
-                assert isinstance(error.__cause__, CheckpointError)
-                failed += 1
+            failed += is_right_or_refused(cache, layer, expert)
     writer.join()
     assert failed
 
@@ -450,10 +458,7 @@ def test_a_shard_replaced_by_another_is_never_mixed_with_it(tmp_path: Path, disk
         for old, replacement in zip(files, new, strict=True):
             os.replace(replacement, old)
         for expert in range(EXPERTS):  # the old file, which the cache has open, or an error
-            try:
-                assert route(cache, 1, expert).eq(value(1, expert)).all()
-            except TransferError as error:
-                assert isinstance(error.__cause__, CheckpointError)
+            is_right_or_refused(cache, 1, expert)
         for use in (
             lambda: bank.expert(1, 0),
             lambda: bank.layer(1),
@@ -489,13 +494,39 @@ def test_a_default_device_is_not_where_experts_are_read_to(tmp_path: Path, locat
 
 
 @pytest.mark.failure("123", "127")
-@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs a file system in memory")
-def test_reads_that_go_through_the_page_cache_are_counted_and_said(
+def test_reads_through_the_page_cache_are_counted_and_a_file_system_that_wants_them_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint(tmp_path)
     bank = ExpertBank.from_safetensors(tmp_path, LAYOUT)
-    with ExpertCache(bank, 4, prefetch=False, link=FileLink(direct=False)) as cache:
-        all_right(cache)
-        assert cache.stats().direct_reads == 0
-        assert cache.stats().buffered_reads == LAYERS * EXPERTS
+    for link in (FileLink(direct=False), FaultyLink(FileLink(), refuse_direct=True)):
+        with ExpertCache(bank, 4, prefetch=False, link=link) as cache:
+            all_right(cache)
+            assert cache.stats().direct_reads == 0
+            assert cache.stats().buffered_reads == LAYERS * EXPERTS
+    # procfs is a file system that opens nothing past the page cache.
+    engine = Engine(
+        Sources(
+            segment_start=np.array([0, 1]),
+            segment_file=np.zeros(1, np.int32),
+            segment_source=np.zeros(1, np.uint64),
+            segment_nbytes=np.ones(1, np.int64),
+            segment_region=np.zeros(1, np.int32),
+            segment_offset=np.zeros(1, np.int64),
+            files=("/proc/self/maps",),
+        ),
+        np.zeros(1, np.uint64),
+        np.zeros(1, np.int64),
+        np.zeros(1, np.int32),
+    )
+    engine.close()
+    assert "refuses reads past the page cache (1 of 1 files)" in caplog.text
+
+
+@pytest.mark.failure("105")
+def test_no_more_experts_are_resident_than_there_are_slots() -> None:
+    with ExpertBank.from_tensors(layer_tensors()) as bank, ExpertCache(bank, 5) as cache:
+        for step in range(200):
+            route(cache, step % LAYERS, step * 7 % EXPERTS)
+            assert cache.stats().resident_experts == len(cache.resident()) <= cache.capacity == 5
+            assert cache.pool.nbytes == 5 * 256
