@@ -163,7 +163,9 @@ cdef class _Keeper:
     cdef list encoded           # the same as bytes, whose memory the C records point to
     cdef object complete, owner, sources, name_of
     # Only where sources lie in tensors: those of source i are tensor_of[tensor_start[i]] to tensor_of[tensor_start[i + 1] - 1].
-    cdef tuple tensors
+    cdef list where             # of each tensor its method that says where it lies
+    cdef int64_t[::1] seen      # the submission that has asked it last
+    cdef int64_t submission
     cdef int64_t[::1] tensor_start
     cdef int32_t[::1] tensor_of
     cdef uint64_t[::1] tensor_address
@@ -195,7 +197,7 @@ cdef class _Keeper:
         room.movers = NULL
         if self.link is not None:
             self.link.in_use = False
-        self.owner = self.sources = self.tensors = None
+        self.owner = self.sources = self.where = None
 
     def __dealloc__(self):
         # The copies of a parent's threads in a forked child hold the lock for ever: leave everything as it is.
@@ -270,7 +272,9 @@ cdef void keep_tensors(_Keeper keeper, sources) except *:
     address = np.ascontiguousarray(sources.tensor_address, dtype=np.uint64)
     if len(of) != start[len(start) - 1] or len(address) != len(sources.tensors) or of.max(initial=-1) >= len(address):
         raise ValueError(f"segment_tensor and tensor_address do not fit the {len(sources.tensors)} tensors and the segments")
-    keeper.tensors, keeper.tensor_start, keeper.tensor_of, keeper.tensor_address = sources.tensors, start, of, address
+    keeper.where = [tensor.data_ptr for tensor in sources.tensors]
+    keeper.seen = np.zeros(len(address), np.int64)
+    keeper.tensor_start, keeper.tensor_of, keeper.tensor_address = start, of, address
 
 
 cdef class Engine:
@@ -363,8 +367,8 @@ cdef class Engine:
             self.check(drop, 2)
         if fetches + prefetches + drops == 0:
             return
-        if self.keeper.tensors is not None:
-            moved = self.find_moved(self.keeper.tensors, fetch, prefetch)
+        if self.keeper.where is not None:
+            moved = self.find_moved(self.keeper.where, fetch, prefetch)
         pthread_mutex_lock(&room.lock)
         if room.closing or room.threads_ended:
             pthread_mutex_unlock(&room.lock)
@@ -383,20 +387,27 @@ cdef class Engine:
         leave(room)
         wake_workers(room, woken)       # a thread woken under the lock would only stop at it
 
-    cdef object find_moved(self, tuple tensors, const int32_t[:, ::1] fetch, const int32_t[:, ::1] prefetch):
+    cdef object find_moved(self, list where, const int32_t[:, ::1] fetch, const int32_t[:, ::1] prefetch):
         """Rows of sources whose tensor does not lie any more where it did, or None."""
         cdef _Keeper keeper = self.keeper
         cdef const int32_t[:, ::1] rows
         cdef int64_t k
+        cdef int32_t number
         cdef Py_ssize_t i
         found = None
+        keeper.submission += 1
         for rows in (fetch, prefetch):
             for i in range(0 if rows is None else rows.shape[0]):
                 for k in range(keeper.tensor_start[rows[i, 0]], keeper.tensor_start[rows[i, 0] + 1]):
                     number = keeper.tensor_of[k]
-                    if number >= 0 and tensors[number].data_ptr() != keeper.tensor_address[number]:
-                        found = (found or []) + [(rows[i, 0], rows[i, 1], rows[i, 2])]
-                        break
+                    # The experts of a layer mostly lie in one tensor.
+                    if number < 0 or keeper.seen[number] == keeper.submission:
+                        continue
+                    if <uint64_t> where[number]() == keeper.tensor_address[number]:
+                        keeper.seen[number] = keeper.submission
+                        continue
+                    found = (found or []) + [(rows[i, 0], rows[i, 1], rows[i, 2])]
+                    break
         return None if found is None else np.array(found, np.int32)
 
     cdef int check(self, const int32_t[:, ::1] rows, Py_ssize_t width) except -1:

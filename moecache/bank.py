@@ -251,7 +251,7 @@ class ExpertBank:
         )
 
     def check_unchanged(self) -> None:
-        """See that the files are what they were when the bank was built; takes a microsecond or two a file.
+        """See that the files are what they were when the bank was built: one ``stat`` each.
 
         The copies of a cache check what they read by themselves. Tensors that a loader has mapped from a file are memory,
         which nobody can check without reading it: their files are looked at here.
