@@ -72,6 +72,8 @@ class ExpertBank:
         self.layer_names = tuple(names)
         self.num_experts = tuple(len(next(iter(layer.values()))[0].file) for layer in pieces)
         self.kinds, self.layer_kind = _kinds(specs)
+        self._expert_nbytes = [sum(spec.nbytes for spec in self.kinds[kind].values()) for kind in self.layer_kind]
+        self._nbytes = sum(map(operator.mul, self.num_experts, self._expert_nbytes))
         self.location = location
         self.copied_bytes = copied_bytes
         self._pieces = [{name: merge_adjacent(runs) for name, runs in layer.items()} for layer in pieces]
@@ -187,7 +189,7 @@ class ExpertBank:
     @property
     def nbytes(self) -> int:
         """Bytes of all experts of all layers."""
-        return sum(count * self.expert_nbytes(layer) for layer, count in enumerate(self.num_experts))
+        return self._nbytes
 
     @property
     def stored_nbytes(self) -> int:
@@ -200,7 +202,7 @@ class ExpertBank:
 
     def expert_nbytes(self, layer: int) -> int:
         """Bytes of one expert of this layer."""
-        return sum(spec.nbytes for spec in self.kinds[self.layer_kind[self._layer(layer)]].values())
+        return self._expert_nbytes[self._layer(layer)]
 
     def sources(self, region_of: Mapping[tuple[int, str], int]) -> Sources:
         """The bank as the engine reads it: for every expert, in gid order, its segments.

@@ -100,6 +100,7 @@ def test_stack_with_gaps_between_experts_is_adopted() -> None:
     assert all(same_bytes(m["w"], w[i]) for i, m in enumerate(gather(bank, [0, 1, 2, 3])))
 
 
+@pytest.mark.failure("27")
 @pytest.mark.parametrize("make", [lambda w: w.transpose(1, 2), lambda w: w[:, :, :2], lambda w: [x.t() for x in w]])
 def test_strided_experts_are_copied_once(make) -> None:
     w = make(unique(EXPERTS, 4, 3))
@@ -108,6 +109,7 @@ def test_strided_experts_are_copied_once(make) -> None:
     assert all(same_bytes(m["w"], w[i].contiguous()) for i, m in enumerate(gather(bank, [0, 1, 2, 3])))
 
 
+@pytest.mark.failure("36")
 def test_opaque_bytes_and_all_tensors_of_an_expert() -> None:
     layer = {
         "qweight": unique(EXPERTS, 3, 5, dtype=torch.uint8),
@@ -226,6 +228,7 @@ def test_missing_shard(tmp_path: Path) -> None:
         ExpertBank.from_safetensors(tmp_path, "qwen3_moe")
 
 
+@pytest.mark.failure("128")
 @pytest.mark.parametrize("keep", [0, 7, 100, -1])
 def test_truncated_shard(tmp_path: Path, keep: int) -> None:
     write_checkpoint(tmp_path)
@@ -289,6 +292,7 @@ def test_no_match_and_unknown_layout(tmp_path: Path) -> None:
         ExpertBank.from_safetensors(tmp_path / "empty", "mixtral")
 
 
+@pytest.mark.failure("B8", "128")
 def test_file_replaced_after_the_header_was_read(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, shards=1)
     bank = ExpertBank.from_safetensors(tmp_path, "qwen3_moe")
@@ -298,6 +302,7 @@ def test_file_replaced_after_the_header_was_read(tmp_path: Path) -> None:
         bank.sources({(0, "gate_up_proj"): 0, (0, "down_proj"): 1})
 
 
+@pytest.mark.failure("B5")
 def test_closed_bank() -> None:
     with ExpertBank.from_tensors([{"w": unique(2, 3)}]) as bank:
         assert "1 layers, 2 experts" in repr(bank)
