@@ -73,7 +73,7 @@ class ExpertBank:
         self.num_experts = tuple(len(next(iter(layer.values()))[0].file) for layer in pieces)
         self.kinds, self.layer_kind = _kinds(specs)
         self._expert_nbytes = [sum(spec.nbytes for spec in self.kinds[kind].values()) for kind in self.layer_kind]
-        self._nbytes = sum(map(operator.mul, self.num_experts, self._expert_nbytes))
+        self._nbytes: int = sum(map(operator.mul, self.num_experts, self._expert_nbytes))
         self.location = location
         self.copied_bytes = copied_bytes
         self._pieces = [{name: merge_adjacent(runs) for name, runs in layer.items()} for layer in pieces]
