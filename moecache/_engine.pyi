@@ -4,6 +4,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +94,11 @@ class CudaLink(_Link):
     @property
     def reads_files(self) -> bool: ...
 
+class Pause:
+    """A pause of an engine, until `end` or until it is dropped."""
+
+    def end(self) -> None: ...
+
 class Engine:
     """Moves experts into slots.
 
@@ -120,6 +126,8 @@ class Engine:
         Size of a chunk, and how many bytes may be outstanding on an asynchronous link (at least one chunk may).
     owner
         Kept alive as long as a copy may be running: whatever owns the memory at both ends.
+    replaces
+        An idle engine over the same link that is closed right after: an asynchronous link serves one at a time.
 
     Raises
     ------
@@ -146,6 +154,7 @@ class Engine:
         chunk_bytes: int = ...,
         window_bytes: int = ...,
         owner: object = None,
+        replaces: Engine | None = None,
     ) -> None: ...
     @property
     def closed(self) -> bool: ...
@@ -185,7 +194,7 @@ class Engine:
         ----------
         slots, generations : int32[n]
         timeout
-            Seconds. A caller that copies a chunk itself finishes that first.
+            Seconds. A caller that copies a chunk itself, which it does from memory only, finishes that first.
 
         Raises
         ------
@@ -231,6 +240,16 @@ class Engine:
             A timeout that is not a number.
         ClosedError
         """
+    def hold(self, timeout: float) -> Pause:
+        """Like `pause`; it ends with the returned object's ``end()``, or when that object is dropped.
+
+        Raises
+        ------
+        TransferError, RoutingError, ClosedError
+            As `pause`.
+        """
+    @property
+    def is_paused(self) -> bool: ...
     def resume(self) -> None:
         """End one `pause`.
 
@@ -239,6 +258,15 @@ class Engine:
         TransferError
             There is none to end.
         ClosedError
+        """
+    def move_region(self, region: int, address: int, tensors: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
+        """Let a region begin elsewhere from now on, and ``tensors[name]`` be the tensor that lies there, in one step.
+
+        Raises
+        ------
+        TransferError
+            Copies are under way.
+        RoutingError, ClosedError
         """
     def describe(self) -> str:
         """Lines for people: jobs in the order they will be served (level, state, slot, generation, bytes there), who
@@ -267,8 +295,9 @@ class Engine:
         ``prefetch_dropped``, ``prefetch_cancelled``
             Prefetches given up before they began; after that, at a chunk boundary.
         ``failed``
-        ``stall_ns``, ``busy_ns``
-            Time callers waited; time the link was in use (summed over threads that copy at once).
+        ``stall_ns``, ``busy_ns``, ``reading_ns``
+            Time callers waited; time the link was in use (summed over threads that copy at once); the part of it in which
+            it read files.
         ``direct_reads``, ``buffered_reads``
             Reads of files past the page cache, and through it.
         ``helped``

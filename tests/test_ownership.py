@@ -137,6 +137,10 @@ def test_a_closed_bank_on_disk_serves_the_caches_it_has(tmp_path: Path) -> None:
         cache = ExpertCache(bank, 4, prefetch=False)
     with cache:
         all_right(cache)
+        cache.resize(6)
+        all_right(cache)
+        cache.resize(3)
+        all_right(cache)
 
 
 @pytest.mark.failure("B5", "B7")
