@@ -80,6 +80,16 @@ cdef extern from *:
         return 4096;
     }
 
+    /* What tells a file from another one, and from itself after a write. Returns an errno. */
+    static inline int stamp_of(int fd, uint64_t *inode, int64_t *nbytes, int64_t *modified_ns) {
+        struct stat s;
+        if (fstat(fd, &s)) return errno;
+        *inode = s.st_ino;
+        *nbytes = s.st_size;
+        *modified_ns = (int64_t)s.st_mtim.tv_sec * 1000000000 + s.st_mtim.tv_nsec;
+        return 0;
+    }
+
     static int32_t forks = 0;  /* threads do not survive a fork: an engine made before one is dead after it */
     static void count_fork(void) { forks++; }
     static void watch_forks(void) { pthread_atfork(NULL, NULL, count_fork); }
@@ -113,6 +123,7 @@ cdef extern from *:
     void prepare_thread() nogil
     int64_t direct_alignment(int, int64_t *) nogil
     void advise_huge(void *, size_t) nogil
+    int stamp_of(int, uint64_t *, int64_t *, int64_t *) nogil
     int32_t fork_count() nogil
     void watch_forks() nogil
     struct iovec:
@@ -137,6 +148,8 @@ cdef enum:                  # what a link answers: 0 is done, a positive number 
     PENDING = -1
     END_OF_FILE = -2
     THREAD_ENDS = -3        # only a faulty link says this: the I/O thread is to vanish
+    FILE_CHANGED = -4       # written or replaced since its stamp was taken: what was read is not to be used
+    MEMORY_MOVED = -5       # the tensor that a source was to be read from lies elsewhere now
     CUDA_ERROR = 100000     # plus the cudaError_t
 
 cdef enum:                  # level of a job
@@ -165,11 +178,25 @@ cdef struct Chunk:          # the unit that travels; from a file its pieces are 
     int64_t length[MAX_PIECES]
 
 cdef struct File:
-    int direct              # descriptor opened past the page cache, -1: refused
-    int buffered
-    int32_t refused         # the first direct read was refused
-    int64_t align
-    int64_t memory_align
+    const char* path        # bytes that the keeper owns
+    int direct              # descriptor past the page cache, -1: none is open
+    int buffered            # descriptor through it, -1: none is open
+    int32_t refused         # direct reads are refused, by opening or by the first read
+    int32_t users           # reads under way
+    int64_t used            # number of the last use among all files' uses
+    int64_t align           # of offset and length of a direct read
+    int64_t memory_align    # of its memory
+    bint stamped            # the next three are known: from the caller, or else from the first opening
+    uint64_t inode
+    int64_t nbytes
+    int64_t modified_ns
+
+cdef struct Files:
+    pthread_mutex_t lock    # over descriptors and users; taken last, and held while a file is opened
+    File* file
+    int32_t count
+    int32_t open            # descriptors
+    int64_t uses
 
 cdef struct Counters:       # 64-bit
     int64_t bytes_demand
@@ -188,7 +215,7 @@ cdef struct Counters:       # 64-bit
     int64_t helped
 
 cdef struct Mover:          # what a thread that moves bytes has for itself
-    File* files
+    Files* files
     Counters* counters
     unsigned char* bounce   # aligned buffer for direct reads, made at the first one
     int64_t bounce_bytes
@@ -282,8 +309,7 @@ cdef struct Room:
     int64_t chunk_bytes
     int64_t window_bytes
     Link* link
-    File* files
-    int32_t files_count
+    Files files
     Counters counters
     int64_t link_since      # up to here the time in which chunks move is accounted for
     double link_bytes       # decayed sums

@@ -1,5 +1,7 @@
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +16,11 @@ class Sources:
     segment_region: NDArray[np.int32]
     segment_offset: NDArray[np.int64]
     files: tuple[str, ...] = ()
+    stamps: tuple[tuple[int, int, int], ...] = ()
+    tensors: tuple[Any, ...] = ()
+    tensor_address: NDArray[np.uint64] | None = None
+    segment_tensor: NDArray[np.int32] | None = None
+    name_of: Callable[[int], str] = ...
 
 class _Link:
     @property
@@ -128,8 +135,12 @@ class Engine:
     ValueError
         Arrays that do not fit each other; a number out of range; a link that cannot read files or that serves
         another engine.
+    TransferError
+        A file cannot be opened.
+    CheckpointError
+        A file is not what its stamp says.
     OSError
-        A file cannot be opened, or no thread can be started.
+        No thread can be started.
     """
 
     def __init__(
@@ -190,7 +201,9 @@ class Engine:
         ------
         TransferError
             None is complete and one failed (``__cause__`` is the original error), was dropped or displaced; or the time
-            is over; or an I/O thread has ended (both with `describe`'s lines). ``position`` says which one it is about.
+            is over; or an I/O thread has ended (both with `describe`'s lines). ``position`` and ``source`` say which one
+            it is about. The cause is a CheckpointError where a file, or the memory of a tensor, is not any more what it
+            was.
         RoutingError
             Arrays of different length, an unknown slot, nothing to wait for, or a timeout that is not a number.
         ClosedError

@@ -6,6 +6,7 @@ number in ``complete`` tells when its bytes are all there; waiting never holds t
 what it waits for itself where the link allows that.
 """
 
+import logging
 import os
 import weakref
 from dataclasses import dataclass
@@ -14,18 +15,22 @@ import cython
 import numpy as np
 
 from cpython.exc cimport PyErr_CheckSignals
-from libc.errno cimport EAGAIN, EINTR, EINVAL, EIO, ENOMEM, EOPNOTSUPP, errno
+from libc.errno cimport EAGAIN, EINTR, EINVAL, EIO, EMFILE, ENFILE, ENOMEM, EOPNOTSUPP, errno
 from libc.stdint cimport INT64_MAX
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
-from posix.fcntl cimport POSIX_FADV_DONTNEED, posix_fadvise
+from posix.fcntl cimport O_RDONLY, POSIX_FADV_DONTNEED, open as posix_open, posix_fadvise
 from posix.stdlib cimport posix_memalign
 from posix.time cimport nanosleep, timespec
 from posix.types cimport off_t
-from posix.unistd cimport pread
+from posix.unistd cimport close as posix_close, pread
 
-from moecache.errors import ClosedError, RoutingError, TransferError
+from moecache.errors import CheckpointError, ClosedError, RoutingError, TransferError, refuse_copy
+from moecache.stamp import Stamp, changed
 
+logger = logging.getLogger("moecache")
+
+include "_files.pxi"
 include "_links.pxi"
 include "_limits.pxi"
 include "_queue.pxi"
@@ -71,7 +76,7 @@ cdef Mover* take_mover(Room* room) noexcept nogil:
     if mover != NULL:
         mover.sibling = room.every_mover
         room.every_mover = mover
-        mover.files = room.files
+        mover.files = &room.files
         mover.counters = &room.counters
         mover.bounce_bytes = ((room.chunk_bytes + 4095) & ~4095) + 2 * 4096
     return mover
@@ -121,6 +126,15 @@ class Sources:
         Byte offset inside the slot's room of that region.
     files
         Paths of the files.
+    stamps
+        For each file what it was when its contents were looked at (inode, bytes, time of modification in ns); none:
+        what it is when the engine is made. Bytes of a file that is not that any more are never used.
+    tensors, tensor_address
+        The tensors that own the host memory, kept as long as the engine is open, and uint64[n], where each lay.
+    segment_tensor : int32[S]
+        Which of them a segment lies in, -1: none. A segment whose tensor has moved is not copied.
+    name_of
+        What messages call a source, by its number.
     """
 
     segment_start: object
@@ -130,6 +144,14 @@ class Sources:
     segment_region: object
     segment_offset: object
     files: tuple = ()
+    stamps: tuple = ()
+    tensors: tuple = ()
+    tensor_address: object = None
+    segment_tensor: object = None
+    name_of: object = "source {}".format
+
+    def __reduce__(self):
+        refuse_copy(self)
 
 
 cdef class _Keeper:
@@ -141,12 +163,21 @@ cdef class _Keeper:
     cdef _Link link
     cdef bint counted       # among the link's users
     cdef tuple paths
-    cdef object complete, owner, sources
+    cdef list encoded           # the same as bytes, whose memory the C records point to
+    cdef object complete, owner, sources, name_of
+    # Only where sources lie in tensors: those of source i are tensor_of[tensor_start[i]] to tensor_of[tensor_start[i + 1] - 1].
+    cdef list where             # of each tensor its method that says where it lies
+    cdef int64_t[::1] seen      # the submission that has asked it last
+    cdef int64_t submission
+    cdef int64_t[::1] tensor_start
+    cdef int32_t[::1] tensor_of
+    cdef uint64_t[::1] tensor_address
 
     def __cinit__(self):
         self.forks = fork_count()
         self.room.first = self.room.last = -1
         pthread_mutex_init(&self.room.lock, NULL)
+        pthread_mutex_init(&self.room.files.lock, NULL)
         cond_init(&self.room.work)
         cond_init(&self.room.done)
 
@@ -157,11 +188,10 @@ cdef class _Keeper:
         cdef Room* room = &self.room
         with nogil:
             stop(room, self.threads)
-        for i in range(room.files_count):
-            os.close(room.files[i].buffered)
-            if room.files[i].direct >= 0:
-                os.close(room.files[i].direct)
-        room.files_count = 0
+        for i in range(room.files.count):
+            close_descriptor(&room.files, &room.files.file[i].direct)
+            close_descriptor(&room.files, &room.files.file[i].buffered)
+        room.files.count = 0
         while room.every_mover != NULL:
             mover = room.every_mover
             room.every_mover = mover.sibling
@@ -171,7 +201,7 @@ cdef class _Keeper:
         if self.counted:
             self.counted = False
             self.link.users -= 1
-        self.owner = self.sources = None
+        self.owner = self.sources = self.where = None
 
     def __dealloc__(self):
         # The copies of a parent's threads in a forked child hold the lock for ever: leave everything as it is.
@@ -184,7 +214,8 @@ cdef class _Keeper:
         free(self.room.region_address)
         free(self.room.region_stride)
         free(self.room.heap)
-        free(self.room.files)
+        free(self.room.files.file)
+        pthread_mutex_destroy(&self.room.files.lock)
         pthread_cond_destroy(&self.room.work)
         pthread_cond_destroy(&self.room.done)
         pthread_mutex_destroy(&self.room.lock)
@@ -238,25 +269,16 @@ cdef void fill_segments(_Keeper keeper, sources, Py_ssize_t regions) except *:
         room.segment_start[i] = first[i]
 
 
-cdef void open_files(_Keeper keeper, paths) except *:
-    cdef Room* room = &keeper.room
-    cdef File* file
-    room.files = <File*> room_for(len(paths), sizeof(File))
-    for path in paths:
-        file = &room.files[room.files_count]
-        file.buffered = os.open(path, os.O_RDONLY | O_CLOEXEC)
-        file.direct = -1
-        file.align = 4096
-        room.files_count += 1
-        if not room.link.direct:
-            continue
-        try:
-            file.direct = os.open(path, os.O_RDONLY | O_DIRECT | O_CLOEXEC)
-        except OSError:
-            continue        # the file system refuses: read through the cache, counted in buffered_reads
-        file.align = direct_alignment(file.direct, &file.memory_align)
-        if not 1 <= file.align <= 4096:
-            file.refused = 1
+cdef void keep_tensors(_Keeper keeper, sources) except *:
+    """Note where the tensors lie that own the sources' memory."""
+    start = np.ascontiguousarray(sources.segment_start, dtype=np.int64)
+    of = np.ascontiguousarray(sources.segment_tensor, dtype=np.int32)
+    address = np.ascontiguousarray(sources.tensor_address, dtype=np.uint64)
+    if len(of) != start[len(start) - 1] or len(address) != len(sources.tensors) or of.max(initial=-1) >= len(address):
+        raise ValueError(f"segment_tensor and tensor_address do not fit the {len(sources.tensors)} tensors and the segments")
+    keeper.where = [tensor.data_ptr for tensor in sources.tensors]
+    keeper.seen = np.zeros(len(address), np.int64)
+    keeper.tensor_start, keeper.tensor_of, keeper.tensor_address = start, of, address
 
 
 cdef class Engine:
@@ -290,7 +312,7 @@ cdef class Engine:
         room.chunk_bytes = chunk_bytes
         room.window_bytes = window_bytes
         room.complete = &slots[0] if slots.shape[0] else NULL
-        keeper.complete, keeper.owner, keeper.sources = complete, owner, sources
+        keeper.complete, keeper.owner, keeper.sources, keeper.name_of = complete, owner, sources, sources.name_of
         keeper.paths = tuple(os.fspath(path) for path in sources.files)
         fill_segments(keeper, sources, address.shape[0])
         room.region_address = <uint64_t*> room_for(address.shape[0], sizeof(uint64_t))
@@ -301,7 +323,9 @@ cdef class Engine:
         room.slots = <Slot*> room_for(slots.shape[0], sizeof(Slot))
         room.heap = <int32_t*> room_for(slots.shape[0], sizeof(int32_t))
         room.slots_count = <int32_t> slots.shape[0]
-        open_files(keeper, keeper.paths)
+        if sources.tensors:
+            keep_tensors(keeper, sources)
+        open_files(keeper, sources.stamps)
         self.keeper = keeper
         self.room = room
         self.sources_count, self.regions_count = len(sources.segment_start) - 1, address.shape[0]
@@ -333,6 +357,7 @@ cdef class Engine:
         cdef Room* room = self.room
         cdef Py_ssize_t fetches = 0, prefetches = 0, drops = 0, i
         cdef int32_t woken = 0
+        cdef int32_t[:, ::1] moved = None
         self.usable()
         if fetch is not None:
             fetches = fetch.shape[0]
@@ -347,6 +372,8 @@ cdef class Engine:
             self.check(drop, 2)
         if fetches + prefetches + drops == 0:
             return
+        if self.keeper.where is not None:
+            moved = self.find_moved(self.keeper.where, fetch, prefetch)
         pthread_mutex_lock(&room.lock)
         if room.closing or room.threads_ended:
             pthread_mutex_unlock(&room.lock)
@@ -357,9 +384,36 @@ cdef class Engine:
             woken += admit(room, fetch[i, 0], fetch[i, 1], fetch[i, 2], DEMAND, 0)
         for i in range(prefetches):
             woken += admit(room, prefetch[i, 0], prefetch[i, 1], prefetch[i, 2], PREFETCH, priority[i])
+        if moved is not None:
+            for i in range(moved.shape[0]):
+                if room.slots[moved[i, 1]].state != IDLE and room.slots[moved[i, 1]].generation == moved[i, 2]:
+                    fail(room, moved[i, 1], MEMORY_MOVED, -1, 0)
         woken = min(woken, room.sleepers)
         leave(room)
         wake_workers(room, woken)       # a thread woken under the lock would only stop at it
+
+    cdef object find_moved(self, list where, const int32_t[:, ::1] fetch, const int32_t[:, ::1] prefetch):
+        """Rows of sources whose tensor does not lie any more where it did, or None."""
+        cdef _Keeper keeper = self.keeper
+        cdef const int32_t[:, ::1] rows
+        cdef int64_t k
+        cdef int32_t number
+        cdef Py_ssize_t i
+        found = None
+        keeper.submission += 1
+        for rows in (fetch, prefetch):
+            for i in range(0 if rows is None else rows.shape[0]):
+                for k in range(keeper.tensor_start[rows[i, 0]], keeper.tensor_start[rows[i, 0] + 1]):
+                    number = keeper.tensor_of[k]
+                    # The experts of a layer mostly lie in one tensor.
+                    if number < 0 or keeper.seen[number] == keeper.submission:
+                        continue
+                    if <uint64_t> where[number]() == keeper.tensor_address[number]:
+                        keeper.seen[number] = keeper.submission
+                        continue
+                    found = (found or []) + [(rows[i, 0], rows[i, 1], rows[i, 2])]
+                    break
+        return None if found is None else np.array(found, np.int32)
 
     cdef int check(self, const int32_t[:, ::1] rows, Py_ssize_t width) except -1:
         cdef Py_ssize_t i
@@ -469,27 +523,40 @@ cdef class Engine:
         """Raise what a call that ended like this has to raise; slot -1: it was not about one."""
         cdef Slot* job = &self.room.slots[max(slot, 0)]
         cause = None
+        # Another thread may have given the slot away meanwhile.
+        source = job.source if slot >= 0 and job.generation == generation else -1
+        copy = f"slot {slot}, generation {generation}"
+        if source >= 0:
+            copy = f"{self.keeper.name_of(source)} ({copy})"
         if found == CLOSED:
             raise ClosedError("the engine was closed")
         if found == DEAD:
             if self.room.thread_error:
-                cause = system_error(self.room.thread_error, None, 0)
+                cause = system_error(self.room.thread_error)
             error = TransferError(f"an I/O thread has ended ({cause or 'reason unknown'}), copies can no longer be "
                                   f"made. Close this engine and make a new one\n{describe(self.keeper)}")
         elif found == TIMEOUT:
-            what = "" if slot < 0 else f": slot {slot}, generation {generation} ({_STATES[job.state]})"
+            what = "" if slot < 0 else f": {copy}, {_STATES[job.state]}"
             error = TransferError(f"not complete after {timeout:g} s{what}. A slow link needs a longer timeout\n"
                                   f"{describe(self.keeper)}")
         elif found == LOST:
-            error = TransferError(f"slot {slot}, generation {generation} was dropped, or given to another expert "
-                                  f"(generation {job.newest}), before its bytes were there")
+            error = TransferError(f"{copy} was dropped, or given to another expert (generation {job.newest}), before its "
+                                  "bytes were there")
         else:
-            cause = system_error(job.fault, None if job.fault_file < 0 else self.keeper.paths[job.fault_file],
-                                 job.fault_offset)
-            error = TransferError(cause.errno, f"expert copy into slot {slot} failed: {cause.strerror}",
-                                  cause.filename)
-        error.position = position
+            cause = self.cause_of(job.fault, job.fault_file, job.fault_offset)
+            said = getattr(cause, "strerror", None) or str(cause)
+            error = TransferError(getattr(cause, "errno", EIO), f"the copy of {copy} failed: {said}",
+                                  None if job.fault_file < 0 else self.keeper.paths[job.fault_file])
+        error.position, error.source = position, source
         raise error from cause
+
+    cdef object cause_of(self, int fault, int32_t file, int64_t offset):
+        if fault == MEMORY_MOVED:
+            return CheckpointError("the memory of its tensor has moved since the bank was built (put into shared memory?); "
+                                   "build the bank after that")
+        if file >= 0 and fault < CUDA_ERROR:
+            return file_error(self.keeper, file, fault, offset)
+        return system_error(fault)
 
     def move_region(self, int32_t region, uint64_t address, dict tensors, str name, tensor):
         cdef Room* room = &self.keeper.room
@@ -531,6 +598,9 @@ cdef class Engine:
         if self.keeper is not None:
             self.keeper.close()
 
+    def __reduce__(self):
+        refuse_copy(self)
+
     def __enter__(self):
         return self
 
@@ -561,11 +631,7 @@ cdef int64_t deadline_after(double seconds) except -1:
     return now_ns() + <int64_t> (min(max(seconds, 0.0), 1e8) * 1e9)
 
 
-cdef object system_error(int fault, path, int64_t offset):
+cdef object system_error(int fault):
     if fault >= CUDA_ERROR:
         return OSError(EIO, cuda_message(fault - CUDA_ERROR))
-    if path is None:
-        return OSError(fault, os.strerror(fault))
-    if fault == END_OF_FILE:
-        return OSError(EIO, f"file ends at byte {offset}, before the tensor does", path)
-    return OSError(fault, f"{os.strerror(fault)} at byte {offset}", path)
+    return OSError(fault, os.strerror(fault))

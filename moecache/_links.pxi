@@ -137,7 +137,28 @@ cdef int read_into_place(Mover* mover, File* file, Chunk* chunk) noexcept nogil:
 
 
 cdef bint goes_direct(Link* link, File* file) noexcept nogil:
-    return link.direct and file.direct >= 0 and load_acquire(&file.refused) == 0
+    """Of a file that is kept open for this link."""
+    return link.direct and load_acquire(&file.refused) == 0
+
+
+cdef int read_cached(Link* link, Mover* mover, File* file, Chunk* chunk, unsigned char* room) noexcept nogil:
+    """Read a chunk of a file that is kept open through the page cache: into the room, or, NULL, to where it belongs."""
+    cdef int64_t done = 0
+    cdef int32_t i
+    cdef unsigned char* target
+    cdef int error = hold_buffered(mover.files, file)
+    if error:
+        return error
+    for i in range(chunk.pieces):
+        target = <unsigned char*> chunk.target[i] if room == NULL else room + done
+        error = read_buffered(mover, file, chunk.source[i], target, chunk.length[i])
+        if error:
+            break
+        done += chunk.length[i]
+    add_relaxed(&mover.counters.buffered_reads, 1)
+    if link.direct:
+        posix_fadvise(file.buffered, <off_t> chunk.source[0], <off_t> chunk.nbytes, POSIX_FADV_DONTNEED)
+    return checked(file, file.buffered, error)
 
 
 cdef bint make_bounce(Mover* mover) noexcept nogil:
@@ -155,27 +176,27 @@ cdef bint make_bounce(Mover* mover) noexcept nogil:
 
 cdef int file_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexcept nogil:
     cdef File* file
-    cdef int error = EAGAIN
-    cdef int32_t i
+    cdef int error
     if chunk.file < 0:
         return host_copy(link, mover, chunk, ticket)
-    file = &mover.files[chunk.file]
+    file = &mover.files.file[chunk.file]
+    mover.fault_offset = chunk.source[0]
+    if link.direct and mover.bounce == NULL and not make_bounce(mover):
+        return ENOMEM
+    error = hold_file(mover.files, file, link.direct)
+    if error:
+        return error
+    error = EAGAIN
     if goes_direct(link, file):
-        if mover.bounce == NULL and not make_bounce(mover):
-            return ENOMEM
         error = read_into_place(mover, file, chunk)
-        if error == 0:
-            add_relaxed(&mover.counters.direct_reads, 1)
         if error != EAGAIN:
-            return error
-    for i in range(chunk.pieces):
-        error = read_buffered(mover, file, chunk.source[i], <unsigned char*> chunk.target[i], chunk.length[i])
-        if error:
-            return error
-    add_relaxed(&mover.counters.buffered_reads, 1)
-    if link.direct:
-        posix_fadvise(file.buffered, <off_t> chunk.source[0], <off_t> chunk.nbytes, POSIX_FADV_DONTNEED)
-    return 0
+            error = checked(file, file.direct, error)
+            if error == 0:
+                add_relaxed(&mover.counters.direct_reads, 1)
+    if error == EAGAIN:
+        error = read_cached(link, mover, file, chunk, NULL)
+    leave_file(mover.files, file)
+    return error
 
 
 cdef enum:
@@ -308,20 +329,25 @@ cdef int cuda_send_memory(Cuda* cuda, Chunk* chunk, int32_t ticket) noexcept nog
 cdef int cuda_send_file(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexcept nogil:
     """Read into the staging room while the chunks before travel on from theirs."""
     cdef Cuda* cuda = <Cuda*> link.state
-    cdef File* file = &mover.files[chunk.file]
+    cdef File* file = &mover.files.file[chunk.file]
     cdef unsigned char* staged = cuda.staging + ticket * cuda.staging_part
-    cdef int error = EAGAIN
+    cdef int error
     cdef int32_t i
+    mover.fault_offset = chunk.source[0]
+    error = hold_file(mover.files, file, link.direct)
+    if error:
+        return error
+    error = EAGAIN
     if goes_direct(link, file):
         error = read_direct(mover, file, chunk.source[0], staged, chunk.nbytes)
-    if error == 0:
-        add_relaxed(&mover.counters.direct_reads, 1)
-        staged += chunk.source[0] & <uint64_t> (file.align - 1)
-    elif error == EAGAIN:
-        error = read_buffered(mover, file, chunk.source[0], staged, chunk.nbytes)
-        add_relaxed(&mover.counters.buffered_reads, 1)
-        if link.direct:
-            posix_fadvise(file.buffered, <off_t> chunk.source[0], <off_t> chunk.nbytes, POSIX_FADV_DONTNEED)
+        if error != EAGAIN:
+            error = checked(file, file.direct, error)
+            if error == 0:
+                add_relaxed(&mover.counters.direct_reads, 1)
+                staged += chunk.source[0] & <uint64_t> (file.align - 1)
+    if error == EAGAIN:
+        error = read_cached(link, mover, file, chunk, staged)
+    leave_file(mover.files, file)
     for i in range(chunk.pieces):
         if error:
             break
@@ -389,6 +415,9 @@ cdef class _Link:
     @property
     def asynchronous(self):
         return self.link.asynchronous
+
+    def __reduce__(self):
+        refuse_copy(self)
 
 
 cdef class HostLink(_Link):
@@ -539,7 +568,7 @@ cdef class CudaLink(_Link):
                     code = self.cuda.stream_wait_event(<void*> stream, <void*> self.cuda.copy_event[slots[i]], 0)
                     waits += 1
         if code:
-            raise system_error(CUDA_ERROR + code, None, 0)
+            raise system_error(CUDA_ERROR + code)
         return waits
 
     def is_fresh(self, int32_t slot):
@@ -580,7 +609,7 @@ cdef class CudaLink(_Link):
                 self.cuda.read_stream[slot] = stream
             pthread_mutex_unlock(&self.marking)
         if code:
-            raise system_error(CUDA_ERROR + code, None, 0)
+            raise system_error(CUDA_ERROR + code)
 
     @property
     def reads_files(self):

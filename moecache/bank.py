@@ -5,16 +5,24 @@ Either tensors in host memory, adopted and not copied, or extents of a checkpoin
 
 from __future__ import annotations
 
+import bisect
 import ctypes
+import itertools
+import logging
+import operator
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
-from .checkpoint import PRESETS, CheckpointIndex, LayerSource, Layout, TensorExtent, element_count, read_exactly
-from .errors import CheckpointError, ClosedError
+from .checkpoint import CheckpointIndex, TensorFiles
+from .errors import CheckpointError, ClosedError, CopyError, RoutingError
+from .layout import PRESETS, LayerSource, Layout
+from .pieces import ParamSpec, Piece, adopt_layer, locate_layer, mapped_files, merge_adjacent
+from .stamp import check_unchanged
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -24,30 +32,17 @@ if TYPE_CHECKING:
 
 __all__ = ["PRESETS", "ExpertBank", "Layout", "ParamSpec"]
 
-
-class ParamSpec(NamedTuple):
-    """Shape and dtype of one parameter of one expert."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return element_count(self.shape) * self.dtype.itemsize
-
-
-class Piece(NamedTuple):
-    """A contiguous run of bytes of one parameter, for all experts of a layer."""
-
-    file: np.ndarray  # int32 [E]: number of the file, -1 for host memory
-    source: np.ndarray  # uint64 [E]: byte offset in the file, or host address
-    nbytes: int
+logger = logging.getLogger("moecache")
 
 
 class ExpertBank:
     """All experts of a model, off the device.
 
-    Made by :meth:`from_tensors` or :meth:`from_safetensors`; a context manager.
+    Made by :meth:`from_tensors` or :meth:`from_safetensors`; a context manager. A cache keeps what it reads, tensors
+    and files, for as long as it is open: closing the bank under it only keeps further caches from being made.
+
+    A bank on disk can be pickled and copied: the copy reads the same files, which must be what they were. A bank in
+    memory cannot.
 
     Attributes
     ----------
@@ -77,13 +72,23 @@ class ExpertBank:
         self.layer_names = tuple(names)
         self.num_experts = tuple(len(next(iter(layer.values()))[0].file) for layer in pieces)
         self.kinds, self.layer_kind = _kinds(specs)
+        self._expert_nbytes = [sum(spec.nbytes for spec in self.kinds[kind].values()) for kind in self.layer_kind]
+        self._nbytes: int = sum(map(operator.mul, self.num_experts, self._expert_nbytes))
         self.location = location
         self.copied_bytes = copied_bytes
-        self._pieces = [{name: _merge_adjacent(runs) for name, runs in layer.items()} for layer in pieces]
+        self._pieces = [{name: merge_adjacent(runs) for name, runs in layer.items()} for layer in pieces]
         self._index = index
-        self._tensors = list(tensors)
+        self._tensors = tuple(tensors)
+        self._addresses = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
+        self._mapped = mapped_files(tensors)
         self._closed = False
         self.page_lock: PageLock | None = None  # kept here because all caches over the bank share it
+        if self.stored_nbytes < self.nbytes:
+            logger.warning(
+                "%s bytes of experts lie at the same place as others' (tied weights): each expert has a slot and copies of "
+                "its own all the same",
+                f"{self.nbytes - self.stored_nbytes:,}",
+            )
 
     @classmethod
     def from_tensors(
@@ -98,8 +103,9 @@ class ExpertBank:
         ----------
         layers : sequence of mappings
             For each MoE layer its expert parameters: a tensor ``[E, *shape]``, or a list of E tensors ``[*shape]``.
-            Any dtype: bytes are only moved. A tensor whose experts are not contiguous, or that is on another
-            device, is copied once (``copied_bytes``).
+            Any dtype of whole bytes: bytes are only moved. A tensor whose experts are not contiguous, or that is on
+            another device, is copied once (``copied_bytes``). The storage of the others can no longer be resized, and
+            must not be put into shared memory later, which moves it: copies from it fail from then on.
         names : sequence of str, optional
             Names of the layers, for messages and fingerprints.
 
@@ -113,13 +119,20 @@ class ExpertBank:
         names = [f"layers.{i}" for i in range(len(layers))] if names is None else list(names)
         if len(names) != len(layers):
             raise CheckpointError(f"{len(names)} names for {len(layers)} layers")
-        adopted = [_adopt_layer(layer, name) for layer, name in zip(layers, names, strict=True)]
+        adopted = [adopt_layer(params, name) for params, name in zip(layers, names, strict=True)]
+        tensors: list[torch.Tensor] = []
+        pieces: list[dict[str, list[Piece]]] = []
+        for layer in adopted:
+            pieces.append({})
+            for param, a in layer.items():
+                pieces[-1][param] = [a.piece._replace(owner=a.piece.owner + np.int32(len(tensors)))]
+                tensors += a.tensors
         return cls(
             [{param: a.spec for param, a in layer.items()} for layer in adopted],
-            [{param: [a.piece] for param, a in layer.items()} for layer in adopted],
+            pieces,
             names,
             location="ram",
-            tensors=[tensor for layer in adopted for a in layer.values() for tensor in a.tensors],
+            tensors=tensors,
             copied_bytes=sum(a.copied_bytes for layer in adopted for a in layer.values()),
         )
 
@@ -167,7 +180,7 @@ class ExpertBank:
         names = found_names if names is None else list(names)
         if not sources or len(names) != len(sources):
             raise CheckpointError(f"{len(names)} names for {len(sources)} layers; at least one layer is needed")
-        located = [_locate_layer(index, source, name) for source, name in zip(sources, names, strict=True)]
+        located = [locate_layer(index, source, name) for source, name in zip(sources, names, strict=True)]
         specs = [{param: spec for param, (spec, _) in layer.items()} for layer in located]
         pieces = [{param: runs for param, (_, runs) in layer.items()} for layer in located]
         bank = cls(specs, pieces, names, location="disk", index=index)
@@ -176,11 +189,20 @@ class ExpertBank:
     @property
     def nbytes(self) -> int:
         """Bytes of all experts of all layers."""
-        return sum(count * self.expert_nbytes(layer) for layer, count in enumerate(self.num_experts))
+        return self._nbytes
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes that the experts take where they lie: those that share their memory, or their place in a file, count once."""
+        runs = [
+            (piece.file, piece.source, piece.nbytes) for layer in self._pieces for p in layer.values() for piece in p
+        ]
+        places = [np.stack([f.astype(np.uint64), at, np.full_like(at, n)], axis=1) for f, at, n in runs]
+        return int(np.unique(np.concatenate(places), axis=0)[:, 2].sum())
 
     def expert_nbytes(self, layer: int) -> int:
         """Bytes of one expert of this layer."""
-        return sum(spec.nbytes for spec in self.kinds[self.layer_kind[layer]].values())
+        return self._expert_nbytes[self._layer(layer)]
 
     def sources(self, region_of: Mapping[tuple[int, str], int]) -> Sources:
         """The bank as the engine reads it: for every expert, in gid order, its segments.
@@ -198,10 +220,8 @@ class ExpertBank:
         """
         from ._engine import Sources
 
-        self._check_open()
-        if self._index is not None:
-            self._index.check_unchanged()
-        file, source, nbytes, region, offset, counts = [], [], [], [], [], []
+        self.check_unchanged()
+        file, source, owner, nbytes, region, offset, counts = [], [], [], [], [], [], []
         for layer, params in enumerate(self._pieces):
             experts = self.num_experts[layer]
             columns = []
@@ -212,6 +232,7 @@ class ExpertBank:
                     position += piece.nbytes
             file.append(np.stack([piece.file for piece, _, _ in columns], axis=1).ravel())
             source.append(np.stack([piece.source for piece, _, _ in columns], axis=1).ravel())
+            owner.append(np.stack([piece.owner for piece, _, _ in columns], axis=1).ravel())
             nbytes.append(np.tile(np.array([piece.nbytes for piece, _, _ in columns], dtype=np.int64), experts))
             region.append(np.tile(np.array([number for _, number, _ in columns], dtype=np.int32), experts))
             offset.append(np.tile(np.array([position for _, _, position in columns], dtype=np.int64), experts))
@@ -224,7 +245,28 @@ class ExpertBank:
             segment_region=np.concatenate(region),
             segment_offset=np.concatenate(offset),
             files=() if self._index is None else self._index.files,
+            stamps=() if self._index is None else self._index.stamps,
+            tensors=self._tensors,
+            tensor_address=self._addresses,
+            segment_tensor=np.concatenate(owner),
+            name_of=_Names(self.num_experts, self.layer_names),
         )
+
+    def check_unchanged(self) -> None:
+        """See that the files are what they were when the bank was built: one ``stat`` each.
+
+        The copies of a cache check what they read by themselves. Tensors that a loader has mapped from a file are memory,
+        which nobody can check without reading it: their files are looked at here.
+
+        Raises
+        ------
+        ClosedError
+        CheckpointError
+            A file has been replaced, removed or written to.
+        """
+        self._check_mapped()
+        if self._index is not None:
+            self._index.check_unchanged()
 
     def expert(self, layer: int, index: int) -> dict[str, torch.Tensor]:
         """A copy of one expert's tensors, in host memory.
@@ -232,29 +274,39 @@ class ExpertBank:
         Raises
         ------
         ClosedError
-        IndexError
+        RoutingError
             No such layer or expert.
+        CheckpointError
+            A file of the checkpoint has changed since its header was read, or a tensor's memory has moved.
         """
-        self._check_open()
-        if not (0 <= layer < len(self.num_experts) and 0 <= index < self.num_experts[layer]):
-            raise IndexError(f"no expert {index} in layer {layer}; num_experts is {self.num_experts}")
+        self._check_mapped()
+        layer, index = self._layer(layer), _integer(index, "expert")
+        if not 0 <= index < self.num_experts[layer]:
+            raise RoutingError(f"no expert {index} in layer {layer}: expected 0 to {self.num_experts[layer] - 1}")
         tensors = {}
-        with _Files(self._index) as files:
+        with self._files() as files:
             for param, spec in self.kinds[self.layer_kind[layer]].items():
-                tensors[param] = torch.empty(spec.shape, dtype=spec.dtype)
-                files.read(self._pieces[layer][param], index, tensors[param].data_ptr())
+                tensors[param] = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
+                self._read(files, self._pieces[layer][param], index, tensors[param].data_ptr())
         return tensors
 
     def layer(self, layer: int) -> dict[str, torch.Tensor]:
-        """A copy of all experts of one layer, stacked: ``[E, *shape]`` for each parameter, in host memory."""
-        self._check_open()
-        with _Files(self._index) as files:
+        """A copy of all experts of one layer, stacked: ``[E, *shape]`` for each parameter, in host memory.
+
+        Raises
+        ------
+        ClosedError, RoutingError, CheckpointError
+            As :meth:`expert`.
+        """
+        self._check_mapped()
+        layer = self._layer(layer)
+        with self._files() as files:
             return self._stacked(files, layer)
 
     def close(self) -> None:
-        """Let go of the tensors; a second call does nothing."""
+        """Let go of tensors and files, as soon as the caches that read them are closed too; a second call does nothing."""
         self._closed = True
-        self._tensors.clear()
+        self._tensors = ()
 
     @property
     def closed(self) -> bool:
@@ -272,218 +324,88 @@ class ExpertBank:
         experts = sum(self.num_experts)
         return f"ExpertBank({len(self.num_experts)} layers, {experts} experts, {self.nbytes} bytes, {self.location})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_open()
+        if self.location == "ram":
+            raise CopyError(
+                "a bank in memory holds addresses and cannot be pickled or copied; use the same bank from several caches, "
+                "or build one with ExpertBank.from_tensors where it is needed (tensors in shared memory reach other "
+                "processes)"
+            )
+        return {**self.__dict__, "page_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._index is not None:
+            self._index.check_unchanged()
+
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("this bank is closed; build another one")
 
+    def _check_mapped(self) -> None:
+        self._check_open()
+        for path, stamp in self._mapped.items():
+            # One that was removed or replaced lives on in its mapping.
+            with suppress(OSError):
+                if os.stat(path).st_ino == stamp.inode:
+                    check_unchanged(path, stamp)
+
+    def _layer(self, layer: int) -> int:
+        layer = _integer(layer, "layer")
+        if not 0 <= layer < len(self.num_experts):
+            raise RoutingError(f"no expert of layer {layer}: expected a layer from 0 to {len(self.num_experts) - 1}")
+        return layer
+
     def _into_ram(self) -> ExpertBank:
-        with _Files(self._index, drop_cached=True) as files:
+        with self._files(drop_cached=True) as files:
             layers = [self._stacked(files, layer) for layer in range(len(self.num_experts))]
         return ExpertBank.from_tensors(layers, names=self.layer_names)
 
-    def _stacked(self, files: _Files, layer: int) -> dict[str, torch.Tensor]:
+    def _stacked(self, files: TensorFiles | None, layer: int) -> dict[str, torch.Tensor]:
         tensors = {}
         for param, spec in self.kinds[self.layer_kind[layer]].items():
-            stacked = torch.empty((self.num_experts[layer], *spec.shape), dtype=spec.dtype)
+            stacked = torch.empty((self.num_experts[layer], *spec.shape), dtype=spec.dtype, device="cpu")
             for index in range(self.num_experts[layer]):
-                files.read(self._pieces[layer][param], index, stacked.data_ptr() + index * spec.nbytes)
+                self._read(files, self._pieces[layer][param], index, stacked.data_ptr() + index * spec.nbytes)
             tensors[param] = stacked
         return tensors
 
+    def _files(self, *, drop_cached: bool = False) -> TensorFiles | nullcontext[None]:
+        return nullcontext() if self._index is None else TensorFiles(self._index, drop_cached=drop_cached)
 
-class _Files:
-    """Reads pieces into memory; files are opened when first needed and closed together."""
-
-    def __init__(self, index: CheckpointIndex | None, *, drop_cached: bool = False) -> None:
-        self._paths = () if index is None else index.files
-        self._drop_cached = drop_cached
-        self._descriptors: dict[int, int] = {}
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self._descriptors.values():
-            # After a whole checkpoint was read into memory, its second copy in the page cache only takes room.
-            if self._drop_cached and hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
-
-    def read(self, pieces: Sequence[Piece], expert: int, address: int) -> None:
+    def _read(self, files: TensorFiles | None, pieces: Sequence[Piece], expert: int, address: int) -> None:
         for piece in pieces:
-            file, source = int(piece.file[expert]), int(piece.source[expert])
-            if file < 0:
-                ctypes.memmove(address, source, piece.nbytes)
+            file, source, owner = int(piece.file[expert]), int(piece.source[expert]), int(piece.owner[expert])
+            if files is not None:
+                files.read(file, source, piece.nbytes, address)
+            elif self._tensors[owner].data_ptr() != self._addresses[owner]:
+                raise CheckpointError(
+                    f"the memory of a tensor of shape {tuple(self._tensors[owner].shape)} has moved since the bank was built "
+                    "(put into shared memory?); build the bank after that"
+                )
             else:
-                self._read_file(file, source, piece.nbytes, address)
+                ctypes.memmove(address, source, piece.nbytes)
             address += piece.nbytes
 
-    def _read_file(self, file: int, offset: int, nbytes: int, address: int) -> None:
-        if file not in self._descriptors:
-            self._descriptors[file] = os.open(self._paths[file], os.O_RDONLY)
-        read_exactly(self._descriptors[file], offset, nbytes, address, self._paths[file])
+
+def _integer(number: int, what: str) -> int:
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise RoutingError(f"no {what} {number!r}: expected an integer") from None
 
 
-class _Adopted(NamedTuple):
-    spec: ParamSpec
-    piece: Piece
-    tensors: list[torch.Tensor]
-    copied_bytes: int
+class _Names:
+    """What messages call an expert; kept apart from the bank, whose end it outlives."""
 
+    def __init__(self, num_experts: Sequence[int], layer_names: Sequence[str]) -> None:
+        self._first = [0, *itertools.accumulate(num_experts)]
+        self._layer_names = tuple(layer_names)
 
-def _adopt_layer(layer: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], name: str) -> dict[str, _Adopted]:
-    if not layer:
-        raise CheckpointError(f"{name}: no expert parameters")
-    adopted = {param: _adopt(value, f"{name}.{param}") for param, value in layer.items()}
-    counts = {param: len(a.piece.file) for param, a in adopted.items()}
-    if len(set(counts.values())) != 1 or not all(counts.values()):
-        raise CheckpointError(f"{name}: every parameter must hold the same number of experts, one or more: {counts}")
-    return adopted
-
-
-def _adopt(value: torch.Tensor | Sequence[torch.Tensor], name: str) -> _Adopted:
-    if isinstance(value, torch.Tensor):
-        _check_adoptable(value, name)
-        if value.dim() == 0 or value.shape[0] == 0:
-            raise CheckpointError(
-                f"{name}: expected a tensor [E, *shape] with at least one expert, found {tuple(value.shape)}"
-            )
-        tensor, copied = _host_contiguous(value.detach(), rows=True)
-        spec = ParamSpec(tuple(tensor.shape[1:]), tensor.dtype)
-        rows = np.arange(tensor.shape[0], dtype=np.uint64) * np.uint64(tensor.stride(0) * tensor.dtype.itemsize)
-        return _Adopted(spec, _memory_piece(rows + np.uint64(tensor.data_ptr()), spec, name), [tensor], copied)
-    tensors, copied_bytes = [], 0
-    for number, item in enumerate(value):
-        _check_adoptable(item, f"{name}[{number}]")
-        first = value[0]
-        if item.shape != first.shape or item.dtype != first.dtype:
-            raise CheckpointError(
-                f"{name}[{number}]: shape {tuple(item.shape)}, {item.dtype}; "
-                f"expected {tuple(first.shape)}, {first.dtype} as expert 0 of this layer"
-            )
-        tensor, copied = _host_contiguous(item.detach(), rows=False)
-        tensors.append(tensor)
-        copied_bytes += copied
-    if not tensors:
-        raise CheckpointError(f"{name}: an empty list of experts")
-    spec = ParamSpec(tuple(tensors[0].shape), tensors[0].dtype)
-    addresses = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64)
-    return _Adopted(spec, _memory_piece(addresses, spec, name), tensors, copied_bytes)
-
-
-def _check_adoptable(tensor: torch.Tensor, name: str) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise CheckpointError(f"{name}: expected a tensor, found {type(tensor).__name__}")
-    if tensor.device.type == "meta":
-        raise CheckpointError(f"{name}: is on the meta device, it has no bytes; load it first, or use a disk bank")
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.layout != torch.strided:
-        raise CheckpointError(
-            f"{name}: a {type(tensor).__name__} of layout {tensor.layout} has no plain storage; expected a dense tensor"
-        )
-
-
-def _host_contiguous(tensor: torch.Tensor, *, rows: bool) -> tuple[torch.Tensor, int]:
-    """The tensor itself if its bytes can be read as they lie, or a contiguous copy in host memory, and its bytes."""
-    first = tensor[0] if rows else tensor
-    # Conjugation and negation are bits on the tensor, not in its bytes.
-    if tensor.device.type == "cpu" and first.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-        return tensor, 0
-    copy = tensor.cpu().contiguous().resolve_conj().resolve_neg()
-    return copy, copy.nbytes
-
-
-def _memory_piece(addresses: np.ndarray, spec: ParamSpec, name: str) -> Piece:
-    if spec.nbytes == 0:
-        raise CheckpointError(f"{name}: an expert of shape {spec.shape} has no bytes")
-    return Piece(np.full(len(addresses), -1, dtype=np.int32), addresses, spec.nbytes)
-
-
-def _locate_layer(
-    index: CheckpointIndex, source: LayerSource, layer_name: str
-) -> dict[str, tuple[ParamSpec, list[Piece]]]:
-    located = {param: _locate(index, pieces, f"{layer_name}.{param}") for param, pieces in source.items()}
-    counts = {param: len(pieces[0].file) for param, (_, pieces) in located.items()}
-    if len(set(counts.values())) != 1:
-        raise CheckpointError(f"{layer_name}: parameters hold different numbers of experts: {counts}")
-    return located
-
-
-def _locate(index: CheckpointIndex, names: Sequence[str | Sequence[str]], param: str) -> tuple[ParamSpec, list[Piece]]:
-    """One parameter's spec and pieces; pieces are joined along dim 0 of the expert."""
-    specs, pieces = [], []
-    for piece in names:
-        if isinstance(piece, str):
-            extent = _lookup(index, piece, param)
-            spec = ParamSpec(extent.shape[1:], _dtype(index, piece, extent))
-            experts = extent.shape[0] if extent.shape else 0
-            source = np.uint64(extent.offset) + np.arange(experts, dtype=np.uint64) * np.uint64(spec.nbytes)
-            files = np.full(experts, extent.file, dtype=np.int32)
-        else:
-            extents = [_lookup(index, name, param) for name in piece]
-            _check_equal(index, piece, extents)
-            spec = ParamSpec(extents[0].shape, _dtype(index, piece[0], extents[0]))
-            source = np.array([extent.offset for extent in extents], dtype=np.uint64)
-            files = np.array([extent.file for extent in extents], dtype=np.int32)
-        if len(files) == 0 or spec.nbytes == 0:
-            raise CheckpointError(
-                f"{param}: tensor {piece if isinstance(piece, str) else piece[0]!r} holds no expert bytes"
-            )
-        specs.append(spec)
-        pieces.append(Piece(files, source, spec.nbytes))
-    if len({len(piece.file) for piece in pieces}) != 1:
-        raise CheckpointError(f"{param}: pieces of {[len(piece.file) for piece in pieces]} experts cannot be joined")
-    return _joined_spec(specs, names, param), pieces
-
-
-def _joined_spec(specs: Sequence[ParamSpec], names: Sequence[str | Sequence[str]], param: str) -> ParamSpec:
-    first = specs[0]
-    if len(specs) == 1:
-        return first
-    for spec, piece in zip(specs, names, strict=True):
-        if not spec.shape or spec.shape[1:] != first.shape[1:] or spec.dtype != first.dtype:
-            name = piece if isinstance(piece, str) else piece[0]
-            raise CheckpointError(
-                f"{param}: tensor {name!r} of {spec.shape}, {spec.dtype} cannot be joined along dim 0 to "
-                f"{first.shape}, {first.dtype}"
-            )
-    return ParamSpec((sum(spec.shape[0] for spec in specs), *first.shape[1:]), first.dtype)
-
-
-def _lookup(index: CheckpointIndex, name: str, param: str) -> TensorExtent:
-    if name not in index.tensors:
-        raise CheckpointError(f"{param}: tensor {name!r} is not in the checkpoint ({len(index.files)} files)")
-    return index.tensors[name]
-
-
-def _dtype(index: CheckpointIndex, name: str, extent: TensorExtent) -> torch.dtype:
-    if extent.dtype is None:
-        raise CheckpointError(
-            f"{index.files[extent.file]}: tensor {name!r} has dtype {extent.dtype_name}, unknown to torch"
-        )
-    return extent.dtype
-
-
-def _check_equal(index: CheckpointIndex, names: Sequence[str], extents: Sequence[TensorExtent]) -> None:
-    first = extents[0]
-    for name, extent in zip(names, extents, strict=True):
-        if extent.shape != first.shape or extent.dtype_name != first.dtype_name:
-            raise CheckpointError(
-                f"{index.files[extent.file]}: tensor {name!r} has shape {extent.shape}, {extent.dtype_name}; expected "
-                f"{first.shape}, {first.dtype_name} as {names[0]!r} of the same layer"
-            )
-
-
-def _merge_adjacent(pieces: Sequence[Piece]) -> list[Piece]:
-    """Join pieces that follow each other in the file for every expert (gate and up often do): fewer, longer reads."""
-    merged = [pieces[0]]
-    for piece in pieces[1:]:
-        last = merged[-1]
-        follows = np.array_equal(last.file, piece.file) and (last.file >= 0).all()
-        if follows and np.array_equal(last.source + np.uint64(last.nbytes), piece.source):
-            merged[-1] = Piece(last.file, last.source, last.nbytes + piece.nbytes)
-        else:
-            merged.append(piece)
-    return merged
+    def __call__(self, gid: int) -> str:
+        layer = bisect.bisect_right(self._first, gid) - 1
+        return f"layer {layer} ({self._layer_names[layer]}), expert {gid - self._first[layer]}"
 
 
 def _kinds(

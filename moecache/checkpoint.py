@@ -1,4 +1,4 @@
-"""Where tensors lie in safetensors files, and how checkpoints name their experts: no tensor byte is read.
+"""Where tensors lie in the safetensors files of a checkpoint, and reading them while the files stay what they were.
 
 The format (https://github.com/huggingface/safetensors): eight bytes with the length of a JSON header, the header,
 then the tensors' bytes; the header gives every tensor's dtype, shape and byte range.
@@ -7,22 +7,34 @@ then the tensors' bytes; the header gives every tensor's dtype, shape and byte r
 from __future__ import annotations
 
 import ctypes
-import itertools
+import errno
 import json
+import logging
 import os
 import re
+import stat
+import time
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+from functools import cache
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, deserialize
 
 from .errors import CheckpointError
+from .stamp import Stamp, changed, check_unchanged
 
-__all__ = ["PRESETS", "CheckpointIndex", "LayerSource", "Layout", "TensorExtent", "element_count", "read_exactly"]
+__all__ = ["CheckpointIndex", "TensorExtent", "TensorFiles", "short"]
 
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
+logger = logging.getLogger("moecache")
+
+_MAX_HEADER_NBYTES = 100_000_000  # the limit of the format's own library
+_MAX_OPEN_FILES = 64
+# A clock tick of the kernel is up to 10 ms long: a file written twice within one has the same time of modification.
+_TICK_NS = 20_000_000
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -35,14 +47,17 @@ _DTYPES = {
     "U64": torch.uint64,
     "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float32,
     "F64": torch.float64,
     "C64": torch.complex64,
 }
+if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
+    _DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 
 
 class TensorExtent(NamedTuple):
@@ -56,71 +71,97 @@ class TensorExtent(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The torch dtype, or None where torch has no such type."""
+        """The torch dtype, or None where torch has none whose elements are whole bytes."""
         return _DTYPES.get(self.dtype_name)
-
-
-def element_count(shape: Sequence[int]) -> int:
-    """Number of elements of a tensor of this shape."""
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
-def read_exactly(descriptor: int, offset: int, nbytes: int, address: int, file: str) -> None:
-    """Read bytes of an open file to a host address; CheckpointError if the file ends early."""
-    view = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
-    done = 0
-    while done < nbytes:
-        count = os.preadv(descriptor, [view[done:]], offset + done)
-        if count == 0:
-            raise CheckpointError(f"{file}: ends {nbytes - done} bytes before a tensor does")
-        done += count
 
 
 class CheckpointIndex:
     """All tensors of a checkpoint of one or more safetensors files.
 
+    Which files make up a checkpoint is decided as transformers does: ``model.safetensors``, else the files that
+    ``model.safetensors.index.json`` names. A tensor that is in several of them is taken from the last one. A tensor that
+    only the index names is no error before it is wanted.
+
     Parameters
     ----------
     path : str, Path or sequence of them
-        A folder (with ``model.safetensors.index.json``, ``model.safetensors`` or other ``.safetensors`` files),
-        one file, or a list of files.
+        A folder (one without ``model.safetensors`` and index too: its ``model*.safetensors``, or else all its
+        ``.safetensors`` files), one file, an index, or a list of files.
 
     Attributes
     ----------
     files : tuple of str
         Absolute paths; ``TensorExtent.file`` counts in them.
+    stamps : tuple of Stamp
+        Of each file when its header was read.
     tensors : dict of str to TensorExtent
         Every tensor by its name in the checkpoint.
 
     Raises
     ------
     CheckpointError
-        A file is missing, cut short or damaged, or the index names a tensor that its shard does not hold.
+        A file is missing, cut short or damaged, or the index names a file outside its own folder.
     """
 
     def __init__(self, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> None:
-        weight_map, files = _resolve_files(path)
-        self.files: tuple[str, ...] = tuple(str(file.absolute()) for file in files)
+        self._promised, files = _resolve_files(path)
+        self.files: tuple[str, ...] = tuple(os.path.abspath(file) for file in files)
         self.tensors: dict[str, TensorExtent] = {}
-        self._stamps: list[tuple[int, int, int]] = []
-        for number, file in enumerate(files):
-            for name, extent in _read_header(file, number).items():
-                if name in self.tensors:
-                    other = self.files[self.tensors[name].file]
-                    raise CheckpointError(
-                        f"{file}: tensor {name!r} is also in {other}; every tensor must be stored once"
-                    )
-                self.tensors[name] = extent
-            self._stamps.append(_stamp(file))
-        for name, file_name in weight_map.items():
-            if name not in self.tensors:
-                raise CheckpointError(
-                    f"{file_name}: the index says it holds tensor {name!r}, but its header does not; "
-                    "fetch the shard again"
-                )
+        stamps: list[Stamp] = []
+        copies: list[str] = []
+        for number, file in enumerate(self.files):
+            stamp, found = _read_header(file, number)
+            copies += found.keys() & self.tensors.keys()
+            self.tensors.update(found)
+            stamps.append(stamp)
+        self.stamps = tuple(stamps)
+        if copies:
+            name = min(copies)
+            logger.warning(
+                "%d tensors are in more than one file of the checkpoint, such as %r; that of the last file is taken (%s)",
+                len(copies),
+                name,
+                self.files[self.tensors[name].file],
+            )
+
+    def lookup(self, name: str) -> TensorExtent:
+        """Where a tensor lies.
+
+        Raises
+        ------
+        CheckpointError
+            The files do not hold it.
+        """
+        if name not in self.tensors:
+            raise self.absent(name)
+        return self.tensors[name]
+
+    def absent(self, name: str, layer: int | None = None, found: str = "") -> CheckpointError:
+        """The error that says that a tensor is not there, and where the index says that it should be."""
+        place = self._promised.get(name)
+        return CheckpointError(
+            ("" if layer is None else f"layer {layer}: ")
+            + f"tensor {short(name)} is not in the checkpoint"
+            + ("" if not found else f"; {found}")
+            + ("" if place is None else f"; the index says that {_clipped(place)} holds it: fetch that file again")
+            + f" ({self.files[0]}, {len(self.files)} files)"
+        )
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The torch dtype of a tensor.
+
+        Raises
+        ------
+        CheckpointError
+            The files do not hold it, or torch has no dtype of that name whose elements are whole bytes.
+        """
+        extent = self.lookup(name)
+        if extent.dtype is None:
+            raise CheckpointError(
+                f"{self.files[extent.file]}: tensor {short(name)} has dtype {extent.dtype_name}, which torch does not have as "
+                f"a dtype of whole bytes; expected one of {', '.join(sorted(_DTYPES))}"
+            )
+        return extent.dtype
 
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor into host memory.
@@ -128,60 +169,173 @@ class CheckpointIndex:
         Raises
         ------
         CheckpointError
-            No such tensor, a dtype unknown to torch, or the file ends early.
+            No such tensor, a dtype unknown to torch, or the file has changed since its header was read.
         """
-        if name not in self.tensors:
-            raise CheckpointError(f"tensor {name!r} is not in the checkpoint ({len(self.files)} files)")
-        extent = self.tensors[name]
-        if extent.dtype is None:
-            raise CheckpointError(f"{self.files[extent.file]}: tensor {name!r} has dtype {extent.dtype_name}")
-        raw = torch.empty(extent.nbytes, dtype=torch.uint8)
-        if extent.nbytes:
-            with open(self.files[extent.file], "rb", buffering=0) as stream:
-                read_exactly(stream.fileno(), extent.offset, extent.nbytes, raw.data_ptr(), self.files[extent.file])
-        return raw.view(extent.dtype).reshape(extent.shape)
+        dtype, extent = self.dtype_of(name), self.tensors[name]
+        raw = torch.empty(extent.nbytes, dtype=torch.uint8, device="cpu")
+        with TensorFiles(self) as files:
+            files.read(extent.file, extent.offset, extent.nbytes, raw.data_ptr())
+        return raw.view(dtype).reshape(extent.shape)
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError if a file has been replaced or written since its header was read."""
-        for file, stamp in zip(self.files, self._stamps, strict=True):
-            if not os.path.exists(file) or _stamp(Path(file)) != stamp:
-                raise CheckpointError(f"{file}: changed since its header was read; build the bank again")
+        """Raise CheckpointError if a file has been replaced, removed or written since its header was read."""
+        for file, stamp in zip(self.files, self.stamps, strict=True):
+            check_unchanged(file, stamp)
 
 
-def _stamp(file: Path) -> tuple[int, int, int]:
-    status = file.stat()
-    return status.st_ino, status.st_size, status.st_mtime_ns
+class TensorFiles:
+    """Reads parts of a checkpoint's files into memory; a context manager that closes what it has opened.
+
+    Parameters
+    ----------
+    index : CheckpointIndex
+    drop_cached : bool
+        Give the pages that were read back to the system: after a whole checkpoint was read into memory, its second copy
+        in the page cache only takes room.
+    """
+
+    def __init__(self, index: CheckpointIndex, *, drop_cached: bool = False) -> None:
+        self._index = index
+        self._drop_cached = drop_cached
+        self._descriptors: OrderedDict[int, int] = OrderedDict()  # by file, the one used last at the end
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._descriptors:
+            self._close_oldest()
+
+    def read(self, file: int, offset: int, nbytes: int, address: int) -> None:
+        """Read bytes of a file to a host address.
+
+        Raises
+        ------
+        CheckpointError
+            The file cannot be opened, or is not what it was when its header was read.
+        """
+        if nbytes == 0:
+            return
+        path, stamp = self._index.files[file], self._index.stamps[file]
+        descriptor = self._open(file)
+        view = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+        done = 0
+        try:
+            while done < nbytes:
+                count = os.preadv(descriptor, [view[done:]], offset + done)
+                if count == 0:
+                    break
+                done += count
+        except OSError as error:
+            raise CheckpointError(f"{path}: byte {offset + done} cannot be read: {error.strerror}") from error
+        # After reading: a write sets the time of modification before it changes the first byte.
+        now = Stamp.of(os.fstat(descriptor))
+        if now != stamp:
+            raise changed(path, stamp, now)
+        if done < nbytes:
+            raise CheckpointError(
+                f"{path}: holds {offset + done} bytes, bytes {offset} to {offset + nbytes} were expected"
+            )
+
+    def _open(self, file: int) -> int:
+        if file in self._descriptors:
+            self._descriptors.move_to_end(file)
+            return self._descriptors[file]
+        path = self._index.files[file]
+        check_unchanged(path, self._index.stamps[file])
+        if len(self._descriptors) >= _MAX_OPEN_FILES:
+            self._close_oldest()
+        while True:
+            try:
+                self._descriptors[file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                return self._descriptors[file]
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._descriptors:
+                    raise CheckpointError(f"{path}: cannot be opened: {error.strerror}{_advice(error)}") from error
+                self._close_oldest()
+
+    def _close_oldest(self) -> None:
+        _, descriptor = self._descriptors.popitem(last=False)
+        if self._drop_cached and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def _advice(error: OSError) -> str:
+    return "; close files, or raise the limit (ulimit -n)" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
 
 
 def _resolve_files(
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-) -> tuple[dict[str, str], list[Path]]:
+) -> tuple[Mapping[str, str], list[Path]]:
     """The index's weight map (may be empty) and the files, all of which exist."""
     if not isinstance(path, (str, os.PathLike)):
         return {}, _existing(Path(file) for file in path)
     root = Path(path)
-    if root.is_file() and root.name.endswith(".index.json"):
+    if _is_file(root) and root.name.endswith(".index.json"):
         return _read_index(root)
     if not root.is_dir():
         return {}, _existing([root])
-    index = root / "model.safetensors.index.json"
-    if index.exists():
-        return _read_index(index)
-    if (root / "model.safetensors").exists():
+    if _is_file(root / "model.safetensors"):
         return {}, [root / "model.safetensors"]
-    files = sorted(root.glob("*.safetensors"))
+    if _is_file(root / "model.safetensors.index.json"):
+        return _read_index(root / "model.safetensors.index.json")
+    # Beside the shards may lie the same weights under other names (consolidated.safetensors), adapters, copies.
+    files = sorted(root.glob("model*.safetensors")) or sorted(root.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{root}: no safetensors file in this folder; expected model.safetensors or its index")
-    return {}, files
+    _check_numbered(files)
+    return {}, _existing(files)
 
 
-def _read_index(index: Path) -> tuple[dict[str, str], list[Path]]:
+def _check_numbered(files: Sequence[Path]) -> None:
+    """Shards say how many they are: without an index that is the only way to see that one is missing."""
+    matches = [re.fullmatch(r"(.*-)([0-9]{5})(-of-)([0-9]{5})(\.safetensors)", file.name) for file in files]
+    present = {match.group() for match in matches if match}
+    for match in matches:
+        if match is None:
+            continue
+        before, _, of, count, end = match.groups()
+        for number in range(1, min(int(count), len(files) + 1) + 1):
+            name = f"{before}{number:05d}{of}{count}{end}"
+            if name not in present:
+                raise CheckpointError(f"{files[0].parent / name}: missing shard of the checkpoint ({count} expected)")
+
+
+def _read_index(index: Path) -> tuple[Mapping[str, str], list[Path]]:
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index}: not a safetensors index (a JSON object with 'weight_map'): {error}") from error
-    return weight_map, _existing(index.parent / name for name in names)
+        weight_map = json.loads(index.read_bytes().decode())["weight_map"]
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise TypeError("'weight_map' is not an object that names tensors")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{index}: not a safetensors index (a JSON object with 'weight_map'): {_clipped(str(error))}"
+        ) from error
+    for name, file in weight_map.items():
+        parts = PurePosixPath(file).parts if isinstance(file, str) else ()
+        if not parts or ".." in parts or os.path.isabs(file) or "\0" in file:
+            raise CheckpointError(
+                f"{index}: the file of tensor {short(name)} is {short(file)}; expected a file's name inside the folder"
+            )
+    return weight_map, _existing(index.parent / name for name in sorted(set(weight_map.values())))
+
+
+def short(value: object) -> str:
+    """How a message shows what a file says: quoted, and not at whatever length it has."""
+    return _clipped(repr(value))
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= 300 else f"{text[:200]}... ({len(text)} characters)"
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long, a folder that may not be entered
+        return False
 
 
 def _existing(files: Iterable[Path]) -> list[Path]:
@@ -189,200 +343,84 @@ def _existing(files: Iterable[Path]) -> list[Path]:
     if not found:
         raise CheckpointError("an empty list of files; expected at least one safetensors file")
     for file in found:
-        if not file.is_file():
-            raise CheckpointError(f"{file}: missing shard of the checkpoint ({len(found)} expected)")
+        if not _is_file(file):
+            raise CheckpointError(f"{_clipped(str(file))}: missing shard of the checkpoint ({len(found)} expected)")
     return found
 
 
-def _read_header(file: Path, number: int) -> dict[str, TensorExtent]:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        header_nbytes = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or header_nbytes > _MAX_HEADER_BYTES or 8 + header_nbytes > size:
-            raise CheckpointError(
-                f"{file}: not a safetensors file, or cut short: {size} bytes, header of {header_nbytes} bytes expected"
-            )
-        raw = stream.read(header_nbytes)
+def _read_header(file: str, number: int) -> tuple[Stamp, dict[str, TensorExtent]]:
+    """The stamp of a file and what its header says, which must be what safetensors itself would accept."""
     try:
-        header = json.loads(raw)
-    except ValueError as error:
-        raise CheckpointError(f"{file}: the header is not JSON: {error}") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{file}: the header is a JSON {type(header).__name__}, an object was expected")
-    header.pop("__metadata__", None)
-    data_start = 8 + header_nbytes
-    return {name: _extent(file, number, name, entry, data_start, size) for name, entry in header.items()}
-
-
-def _extent(file: Path, number: int, name: str, entry: object, data_start: int, size: int) -> TensorExtent:
+        with open(file, "rb", buffering=0) as stream:
+            status = os.fstat(stream.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{file}: is not a regular file")
+            if 0 <= time.time_ns() - status.st_mtime_ns < _TICK_NS:
+                time.sleep(_TICK_NS / 1e9)
+                status = os.fstat(stream.fileno())
+            stamp = Stamp.of(status)
+            prefix = stream.read(8)
+            header_nbytes = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or header_nbytes > min(_MAX_HEADER_NBYTES, stamp.nbytes - 8):
+                raise CheckpointError(
+                    f"{file}: not a safetensors file, or cut short: {stamp.nbytes} bytes, a header of "
+                    f"{header_nbytes} bytes (at most {_MAX_HEADER_NBYTES}) was expected"
+                )
+            raw = stream.read(header_nbytes)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}{_advice(error)}") from error
+    refusal = _refusal(prefix + raw)
+    if refusal is not None:
+        raise CheckpointError(f"{file}: not a sound safetensors file: {refusal}")
     try:
-        dtype_name, shape = entry["dtype"], tuple(entry["shape"])  # type: ignore[index]
-        begin, end = entry["data_offsets"]  # type: ignore[index]
-        sound = all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end)) and begin <= end
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file}: tensor {name!r} has no dtype, shape and data_offsets in the header") from error
-    if not sound:
-        raise CheckpointError(f"{file}: tensor {name!r} has impossible numbers: shape {shape}, bytes {begin} to {end}")
-    if data_start + end > size:
+        header = json.loads(raw.decode(), object_pairs_hook=_each_once)
+        header.pop("__metadata__", None)
+        extents = {name: _extent(number, entry, 8 + header_nbytes) for name, entry in header.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{file}: not a sound safetensors file: {_clipped(str(error))}") from error
+    end = max((extent.offset + extent.nbytes for extent in extents.values()), default=8 + header_nbytes)
+    if end > stamp.nbytes:
+        last = max(extents, key=lambda name: extents[name].offset + extents[name].nbytes)
         raise CheckpointError(
-            f"{file}: truncated: tensor {name!r} ends at byte {data_start + end}, the file has {size}; fetch it again"
+            f"{file}: truncated: holds {stamp.nbytes} bytes, and its tensors (the last is {short(last)}) need {end}; "
+            "fetch it again"
         )
-    extent = TensorExtent(number, data_start + begin, end - begin, shape, dtype_name)
-    if extent.dtype is not None and element_count(shape) * extent.dtype.itemsize != extent.nbytes:
+    if end < stamp.nbytes:
         raise CheckpointError(
-            f"{file}: tensor {name!r} of shape {shape}, {dtype_name} needs "
-            f"{element_count(shape) * extent.dtype.itemsize} bytes, the header gives it {extent.nbytes}"
+            f"{file}: not a sound safetensors file: {stamp.nbytes - end} bytes follow its last tensor; fetch it again"
         )
-    return extent
+    return stamp, extents
 
 
-# One layer of a checkpoint: for each expert parameter the pieces that make it up, joined along dim 0. A piece is a list
-# of tensor names, one an expert, or the name of one stacked tensor whose rows are the experts.
-LayerSource = Mapping[str, Sequence["str | Sequence[str]"]]
+def _refusal(head: bytes) -> str | None:
+    """Why safetensors refuses this header; None where all it misses are the tensors' bytes, which are not read here."""
+    try:
+        deserialize(head)  # type: ignore[no-untyped-call]
+    except SafetensorError as error:
+        return None if str(error) == _only_bytes_missing() else _clipped(str(error))
+    return None
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How a checkpoint names its experts.
-
-    Parameters
-    ----------
-    params : mapping of str to sequence of str
-        For each expert parameter, as the compute code names it, one or more name templates with ``{layer}`` and
-        ``{expert}``. Several templates are joined along dim 0 (gate, then up). A template without ``{expert}`` names
-        a stacked tensor whose rows are the experts.
-
-    Examples
-    --------
-    >>> Layout({"w": ["layers.{layer}.experts.{expert}.w"]}).params["w"]
-    ('layers.{layer}.experts.{expert}.w',)
-    """
-
-    params: Mapping[str, Sequence[str]]
-
-    def __post_init__(self) -> None:
-        params = {name: (t,) if isinstance(t, str) else tuple(t) for name, t in self.params.items()}
-        if not params or not all(params.values()):
-            raise CheckpointError(f"a layout needs at least one parameter, each with a name template: {params}")
-        for name, templates in params.items():
-            for template in templates:
-                if template.count("{layer}") != 1 or template.count("{expert}") > 1:
-                    raise CheckpointError(
-                        f"layout, parameter {name!r}: {template!r} must hold {{layer}} once and {{expert}} at most once"
-                    )
-        object.__setattr__(self, "params", params)
-
-    @classmethod
-    def preset(cls, name: str) -> Layout:
-        """The layout of a known model family; see ``moecache.checkpoint.PRESETS`` for the names."""
-        if name not in PRESETS:
-            raise CheckpointError(f"unknown layout {name!r}; known: {', '.join(sorted(PRESETS))}, or pass a Layout")
-        return cls(PRESETS[name])
-
-    def resolve(
-        self, index: CheckpointIndex, layers: Sequence[int] | None = None
-    ) -> tuple[list[LayerSource], list[str]]:
-        """Find the tensors of every MoE layer.
-
-        Parameters
-        ----------
-        index : CheckpointIndex
-        layers : sequence of int, optional
-            The model's own numbers of the layers wanted; all that match when None.
-
-        Returns
-        -------
-        sources : list of LayerSource, in ascending layer number
-        names : list of str
-            One name a layer, the common beginning of its tensors.
-
-        Raises
-        ------
-        CheckpointError
-            No layer matches, a wanted layer is absent, or an expert of a layer is missing.
-        """
-        found = {template: _match(template, index) for templates in self.params.values() for template in templates}
-        present = sorted(set().union(*(by_layer.keys() for by_layer in found.values())))
-        wanted = present if layers is None else list(layers)
-        if not wanted:
-            raise CheckpointError(
-                f"no tensor matches {', '.join(map(repr, found))}; "
-                f"the checkpoint holds e.g. {sorted(index.tensors)[:3]}"
-            )
-        return [self._layer(found, layer) for layer in wanted], [self._layer_name(layer) for layer in wanted]
-
-    def _layer(self, found: Mapping[str, Mapping[int, Mapping[int, str]]], layer: int) -> LayerSource:
-        source: dict[str, list[str | list[str]]] = {}
-        templates = [template for templates in self.params.values() for template in templates]
-        count = 1 + max((max(found[t].get(layer, {}), default=-1) for t in templates), default=-1)
-        for param, param_templates in self.params.items():
-            pieces: list[str | list[str]] = []
-            for template in param_templates:
-                names = found[template].get(layer, {})
-                if "{expert}" not in template:
-                    if not names:
-                        raise CheckpointError(
-                            f"layer {layer}: tensor {_fill(template, layer)!r} is not in the checkpoint"
-                        )
-                    pieces.append(names[-1])
-                    continue
-                missing = [expert for expert in range(count) if expert not in names]
-                if missing or not names:
-                    name = _fill(template, layer, missing[0] if missing else 0)
-                    raise CheckpointError(
-                        f"layer {layer}: tensor {name!r} is not in the checkpoint; "
-                        f"found {len(names)} of {count} experts"
-                    )
-                pieces.append([names[expert] for expert in range(count)])
-            source[param] = pieces
-        return source
-
-    def _layer_name(self, layer: int) -> str:
-        filled = [_fill(t, layer).split("{expert}")[0] for templates in self.params.values() for t in templates]
-        common = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*filled, strict=False))
-        return "".join(column[0] for column in common).rpartition(".")[0]
+@cache
+def _only_bytes_missing() -> str:
+    """What safetensors says of a sound header without the bytes behind it."""
+    header = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+    try:
+        deserialize(len(header).to_bytes(8, "little") + header)  # type: ignore[no-untyped-call]
+    except SafetensorError as error:
+        return str(error)
+    raise AssertionError("safetensors takes a file without its tensors' bytes")
 
 
-def _fill(template: str, layer: int, expert: int | str = "{expert}") -> str:
-    return template.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in made:
+            raise ValueError(f"{short(name)} is named twice in the header")
+        made[name] = value
+    return made
 
 
-def _match(template: str, index: CheckpointIndex) -> dict[int, dict[int, str]]:
-    """Tensor names by layer and expert number; expert -1 where the template is of a stacked tensor."""
-    pattern = re.escape(template).replace(r"\{layer\}", r"(?P<layer>\d+)").replace(r"\{expert\}", r"(?P<expert>\d+)")
-    matcher = re.compile(pattern)
-    stacked = "{expert}" not in template
-    names: dict[int, dict[int, str]] = {}
-    for name in index.tensors:
-        if match := matcher.fullmatch(name):
-            names.setdefault(int(match["layer"]), {})[-1 if stacked else int(match["expert"])] = name
-    return names
-
-
-_GATE_UP_DOWN = {
-    "gate_up_proj": [
-        "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
-        "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight",
-    ],
-    "down_proj": ["model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"],
-}
-
-#: Known layouts by family name.
-PRESETS: Mapping[str, Mapping[str, Sequence[str]]] = {
-    **dict.fromkeys(
-        ("qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe"), _GATE_UP_DOWN
-    ),
-    "mixtral": {
-        "gate_up_proj": [
-            "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",
-            "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight",
-        ],
-        "down_proj": ["model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight"],
-    },
-    "gpt_oss": {
-        name: [f"model.layers.{{layer}}.mlp.experts.{name}"]
-        for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-    },
-    "fused": {name: [f"model.layers.{{layer}}.mlp.experts.{name}"] for name in ("gate_up_proj", "down_proj")},
-}
+def _extent(file: int, entry: Mapping[str, Any], data_start: int) -> TensorExtent:
+    begin, end = entry["data_offsets"]
+    return TensorExtent(file, data_start + begin, end - begin, tuple(entry["shape"]), entry["dtype"])

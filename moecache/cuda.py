@@ -190,6 +190,7 @@ class PageLock:
         self._clear_error = clear_error
         self._pieces: list[int] = []
         self._users = 1
+        self.memory: object = None  # who owns it: it must not be given to others while it is locked
         self._counting = threading.Lock()
         limit = _limit(limit_nbytes)
         self.pageable_nbytes = 0
@@ -263,6 +264,7 @@ class PageLock:
             if code not in (SUCCESS, UNLOADING, NOT_REGISTERED):
                 self._clear_error()
                 failed.append(code)
+        self.memory = None
         if failed:
             logger.warning(
                 "%d pieces of host memory could not be unlocked (cudaHostUnregister: error %d)", len(failed), failed[0]
@@ -571,6 +573,7 @@ def page_lock(sources: Sources, runtime: _Runtime, bank: ExpertBank | None = Non
         in_memory = sources.segment_file < 0
         addresses, sizes = sources.segment_source[in_memory], sources.segment_nbytes[in_memory]
         made = runtime.lock(zip(addresses.tolist(), sizes.tolist(), strict=True))
+        made.memory = sources.tensors
         if bank is not None:
             bank.page_lock = made
         if made.locked_nbytes:

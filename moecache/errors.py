@@ -5,12 +5,15 @@ Each class also derives from the built-in a caller would guess, so ``except Valu
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 __all__ = [
     "AttachError",
     "CapacityError",
     "CaptureError",
     "CheckpointError",
     "ClosedError",
+    "CopyError",
     "FitError",
     "ForecasterError",
     "HistoryFormatError",
@@ -45,16 +48,31 @@ class ClosedError(MoeCacheError, RuntimeError):
     """A cache, request or engine used after ``close()``, or in a forked child."""
 
 
+class CopyError(MoeCacheError, TypeError):
+    """An object that holds addresses, threads or open files, pickled, copied or sent to another process."""
+
+
 class CaptureError(MoeCacheError, RuntimeError):
     """A cache used while the current stream captures a CUDA graph."""
 
 
 class CheckpointError(MoeCacheError, ValueError):
-    """Expert weights that cannot be found whole: missing, truncated, of differing shape or dtype."""
+    """Expert weights that cannot be found whole: missing, truncated, of differing shape or dtype, changed meanwhile."""
 
 
 class TransferError(MoeCacheError, OSError):
-    """A copy that failed; ``__cause__`` is the original error."""
+    """A copy that failed; ``__cause__`` is the original error.
+
+    Attributes
+    ----------
+    position : int
+        Which of the copies that were waited for, -1: it is about none of them.
+    source : int
+        Global number of the expert, -1: not known.
+    """
+
+    position = -1
+    source = -1
 
 
 class AttachError(MoeCacheError, RuntimeError):
@@ -87,3 +105,16 @@ class HistoryFormatError(MoeCacheError, ValueError):
 
 class TraceFormatError(MoeCacheError, ValueError):
     """A routing trace that is cut short, damaged, or of another model."""
+
+
+def refuse_copy(of: object) -> NoReturn:
+    """For ``__reduce__``: what pickle, `copy` and processes are told of an object that belongs to this process alone.
+
+    Raises
+    ------
+    CopyError
+    """
+    raise CopyError(
+        f"a {type(of).__name__} holds memory addresses, threads or locks of this process and cannot be pickled, copied or "
+        "sent to another one; make a new one there"
+    )

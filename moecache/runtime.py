@@ -77,7 +77,8 @@ class Runtime:
         complete = np.zeros(sum(pool.slots), np.int32)
         numbers, addresses, strides = pool.regions()
         self._region = numbers
-        sources = bank.sources(numbers)
+        # Regions have the same numbers at every size, and a bank may have been closed since the cache was made.
+        self.sources = sources = bank.sources(numbers) if replaces is None else replaces.sources
         self.engine: Engine
         self.copies: CudaCopies | None = None
         if setup.link is None and setup.device.type == "cuda":

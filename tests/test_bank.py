@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from moecache.bank import ExpertBank, Layout, ParamSpec
 from moecache.errors import CheckpointError, ClosedError
@@ -110,7 +110,7 @@ def test_strided_experts_are_copied_once(make) -> None:
     assert all(same_bytes(m["w"], w[i].contiguous()) for i, m in enumerate(gather(bank, [0, 1, 2, 3])))
 
 
-@pytest.mark.failure("73", "80")
+@pytest.mark.failure("73", "80", "36")
 def test_opaque_bytes_and_all_tensors_of_an_expert() -> None:
     layer = {
         "qweight": unique(EXPERTS, 3, 5, dtype=torch.uint8),
@@ -216,6 +216,12 @@ def rewrite_header(file: Path, change) -> None:
     file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
 
 
+def leave_out(file: Path, name: str) -> None:
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file)
+
+
 DOWN_2 = "model.layers.1.mlp.experts.2.down_proj.weight"
 
 
@@ -240,15 +246,15 @@ def test_missing_expert(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, shards=1)
     (tmp_path / "model.safetensors.index.json").unlink()
     file = tmp_path / "model-00001-of-00001.safetensors"
-    rewrite_header(file, lambda header: header.pop(DOWN_2))
+    leave_out(file, DOWN_2)
     with pytest.raises(CheckpointError, match=rf"layer 1: tensor '{DOWN_2}' is not in the checkpoint; found 3 of 4"):
         ExpertBank.from_safetensors(tmp_path, "qwen3_moe")
 
 
 def test_index_names_a_tensor_the_shard_lacks(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, shards=1)
-    rewrite_header(tmp_path / "model-00001-of-00001.safetensors", lambda header: header.pop(DOWN_2))
-    with pytest.raises(CheckpointError, match=rf"model-00001-of-00001.safetensors: the index says .*{DOWN_2}"):
+    leave_out(tmp_path / "model-00001-of-00001.safetensors", DOWN_2)
+    with pytest.raises(CheckpointError, match=rf"{DOWN_2}' .*the index says that model-00001-of-00001"):
         ExpertBank.from_safetensors(tmp_path, "qwen3_moe")
 
 
@@ -273,7 +279,7 @@ def test_impossible_header(tmp_path: Path) -> None:
     ):
         raw = file.read_bytes()
         rewrite_header(file, change)
-        with pytest.raises(CheckpointError, match=DOWN_2):
+        with pytest.raises(CheckpointError, match=r"model-00001-of-00001\.safetensors: not a sound"):
             ExpertBank.from_safetensors(tmp_path, "qwen3_moe")
         file.write_bytes(raw)
 
@@ -292,7 +298,7 @@ def test_no_match_and_unknown_layout(tmp_path: Path) -> None:
         ExpertBank.from_safetensors(tmp_path / "empty", "mixtral")
 
 
-@pytest.mark.failure("128")
+@pytest.mark.failure("128", "B8")
 def test_file_replaced_after_the_header_was_read(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, shards=1)
     bank = ExpertBank.from_safetensors(tmp_path, "qwen3_moe")
@@ -302,6 +308,7 @@ def test_file_replaced_after_the_header_was_read(tmp_path: Path) -> None:
         bank.sources({(0, "gate_up_proj"): 0, (0, "down_proj"): 1})
 
 
+@pytest.mark.failure("B5")
 def test_closed_bank() -> None:
     with ExpertBank.from_tensors([{"w": unique(2, 3)}]) as bank:
         assert "1 layers, 2 experts" in repr(bank)

@@ -199,7 +199,7 @@ def test_a_stalled_copy_is_not_complete_before_it_says_so(backend: Backend, land
         until(lambda: world.holds(0, 0))
     elif backend.kind not in ("stand-in", "cuda"):  # a device copies when it likes; nobody has been told
         assert (world.rooms[0][0] == POISON).all()
-    with pytest.raises(TransferError, match=r"not complete after 0\.01 s: slot 0, generation 1"):
+    with pytest.raises(TransferError, match=r"not complete after 0\.01 s: source 0 \(slot 0, generation 1\)"):
         world.wait_all([tenancy], 0.01)
     assert world.complete[0] == 0
     world.options["link"].release()

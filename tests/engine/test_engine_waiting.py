@@ -70,7 +70,7 @@ def test_a_wait_that_takes_too_long_shows_the_queue() -> None:
     with pytest.raises(TransferError) as caught:
         world.wait_all(ahead[:1], 0.02)
     lines = str(caught.value).splitlines()
-    assert lines[0].startswith("not complete after 0.02 s: slot 2, generation 1 (queued).")
+    assert lines[0].startswith("not complete after 0.02 s: source 2 (slot 2, generation 1), queued.")
     assert lines[1].startswith("1 demand and 2 prefetch jobs queued, 1 blocked; 2 chunks moving; 2 of 2 I/O threads")
     assert lines[2:6] == [
         "demand, queued: slot 1, generation 1, source 1, 0 of 1000 bytes there, 1 chunks moving",

@@ -1,0 +1,176 @@
+"""How checkpoints name their experts: which tensors make up each expert of each MoE layer."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .checkpoint import CheckpointIndex, short
+from .errors import CheckpointError
+
+__all__ = ["PRESETS", "LayerSource", "Layout"]
+
+_MOST_DIGITS = 9
+
+# One layer of a checkpoint: for each expert parameter the pieces that make it up, joined along dim 0. A piece is a list
+# of tensor names, one an expert, or the name of one stacked tensor whose rows are the experts.
+LayerSource = Mapping[str, Sequence["str | Sequence[str]"]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a checkpoint names its experts.
+
+    Parameters
+    ----------
+    params : mapping of str to sequence of str
+        For each expert parameter, as the compute code names it, one or more name templates with ``{layer}`` and
+        ``{expert}``. Several templates are joined along dim 0 (gate, then up). A template without ``{expert}`` names
+        a stacked tensor whose rows are the experts.
+
+    Examples
+    --------
+    >>> Layout({"w": ["layers.{layer}.experts.{expert}.w"]}).params["w"]
+    ('layers.{layer}.experts.{expert}.w',)
+    """
+
+    params: Mapping[str, Sequence[str]]
+
+    def __post_init__(self) -> None:
+        params = {name: (t,) if isinstance(t, str) else tuple(t) for name, t in self.params.items()}
+        if not params or not all(params.values()):
+            raise CheckpointError(f"a layout needs at least one parameter, each with a name template: {params}")
+        for name, templates in params.items():
+            for template in templates:
+                if template.count("{layer}") != 1 or template.count("{expert}") > 1:
+                    raise CheckpointError(
+                        f"layout, parameter {name!r}: {template!r} must hold {{layer}} once and {{expert}} at most once"
+                    )
+        object.__setattr__(self, "params", params)
+
+    @classmethod
+    def preset(cls, name: str) -> Layout:
+        """The layout of a known model family; see ``moecache.layout.PRESETS`` for the names."""
+        if name not in PRESETS:
+            raise CheckpointError(f"unknown layout {name!r}; known: {', '.join(sorted(PRESETS))}, or pass a Layout")
+        return cls(PRESETS[name])
+
+    def resolve(
+        self, index: CheckpointIndex, layers: Sequence[int] | None = None
+    ) -> tuple[list[LayerSource], list[str]]:
+        """Find the tensors of every MoE layer.
+
+        Parameters
+        ----------
+        index : CheckpointIndex
+        layers : sequence of int, optional
+            The model's own numbers of the layers wanted; all that match when None.
+
+        Returns
+        -------
+        sources : list of LayerSource, in ascending layer number
+        names : list of str
+            One name a layer, the common beginning of its tensors.
+
+        Raises
+        ------
+        CheckpointError
+            No layer matches, a wanted layer is absent, or an expert of a layer is missing.
+        """
+        found = {template: _match(template, index) for templates in self.params.values() for template in templates}
+        present = sorted(set().union(*(by_layer.keys() for by_layer in found.values())))
+        wanted = present if layers is None else [operator.index(layer) for layer in layers]
+        if not wanted:
+            raise CheckpointError(
+                f"no tensor matches {', '.join(map(repr, found))}; "
+                f"the checkpoint holds e.g. {', '.join(map(short, sorted(index.tensors)[:3]))}"
+            )
+        return [self._layer(index, found, layer) for layer in wanted], [self._layer_name(layer) for layer in wanted]
+
+    def _layer(
+        self, index: CheckpointIndex, found: Mapping[str, Mapping[int, Mapping[int, str]]], layer: int
+    ) -> LayerSource:
+        source: dict[str, list[str | list[str]]] = {}
+        templates = [template for templates in self.params.values() for template in templates]
+        count = 1 + max((max(found[t].get(layer, {}), default=-1) for t in templates), default=-1)
+        for param, param_templates in self.params.items():
+            pieces: list[str | list[str]] = []
+            for template in param_templates:
+                names = found[template].get(layer, {})
+                if "{expert}" not in template:
+                    if not names:
+                        raise index.absent(_fill(template, layer), layer)
+                    pieces.append(names[-1])
+                elif len(names) < count or not names:
+                    # The first gap is at most as far as there are names, however large the largest number is.
+                    gap = next(expert for expert in itertools.count() if expert not in names)
+                    raise index.absent(_fill(template, layer, gap), layer, f"found {len(names)} of {count} experts")
+                else:
+                    pieces.append([names[expert] for expert in range(count)])
+            source[param] = pieces
+        return source
+
+    def _layer_name(self, layer: int) -> str:
+        filled = [_fill(t, layer).split("{expert}")[0] for templates in self.params.values() for t in templates]
+        common = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*filled, strict=False))
+        return "".join(column[0] for column in common).rpartition(".")[0]
+
+
+def _fill(template: str, layer: int, expert: int | str = "{expert}") -> str:
+    return template.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+
+
+def _match(template: str, index: CheckpointIndex) -> dict[int, dict[int, str]]:
+    """Tensor names by layer and expert number; expert -1 where the template is of a stacked tensor."""
+    digits = "[0-9]+"  # \\d would take those of every script
+    pattern = re.escape(template).replace(r"\{layer\}", f"(?P<layer>{digits})")
+    matcher = re.compile(pattern.replace(r"\{expert\}", f"(?P<expert>{digits})"))
+    stacked = "{expert}" not in template
+    names: dict[int, dict[int, str]] = {}
+    for name in index.tensors:
+        if match := matcher.fullmatch(name):
+            layer = _number(match["layer"], name)
+            expert = -1 if stacked else _number(match["expert"], name)
+            other = names.setdefault(layer, {}).setdefault(expert, name)
+            if other != name:
+                raise CheckpointError(
+                    f"tensors {short(other)} and {short(name)} are the same expert by their numbers; one is expected"
+                )
+    return names
+
+
+def _number(digits: str, name: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise CheckpointError(f"tensor {short(name)}: {short(digits)} is no number of a layer or an expert")
+    return int(digits)
+
+
+_GATE_UP_DOWN = {
+    "gate_up_proj": [
+        "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
+        "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight",
+    ],
+    "down_proj": ["model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"],
+}
+
+#: Known layouts by family name.
+PRESETS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    **dict.fromkeys(
+        ("qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe"), _GATE_UP_DOWN
+    ),
+    "mixtral": {
+        "gate_up_proj": [
+            "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",
+            "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight",
+        ],
+        "down_proj": ["model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight"],
+    },
+    "gpt_oss": {
+        name: [f"model.layers.{{layer}}.mlp.experts.{name}"]
+        for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+    },
+    "fused": {name: [f"model.layers.{{layer}}.mlp.experts.{name}"] for name in ("gate_up_proj", "down_proj")},
+}
