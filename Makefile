@@ -13,11 +13,12 @@ PEERS := $(VENV)/.bench-peers
 NATIVE := $(wildcard moecache/*.pyx moecache/*.pxd moecache/*.pxi moecache/*.h)
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo test bench lint format wheel clean distclean
+.PHONY: help install demo test test-processors bench lint format wheel clean distclean
 
 help:
 	@echo "make demo    text from the tiny model, three quarters of its experts on disk, checked against the resident model"
 	@echo "make test    the tests"
+	@echo "make test-processors  the parity tests as on other processors: each instruction set that MKL, oneDNN and torch can be held to"
 	@echo "make bench   matcher and route() latency, in pytest-benchmark tables"
 	@echo "make lint    ruff, mypy, cython-lint"
 	@echo "make format  what ruff can put right by itself"
@@ -45,6 +46,14 @@ demo: $(BUILT)
 
 test: $(BUILT)
 	$(BIN)/python -m pytest
+
+# Values that are tried one by one; what each library would choose by itself is what `make test` runs.
+PROCESSORS := MKL_CBWR=COMPATIBLE MKL_CBWR=AVX2 ONEDNN_MAX_CPU_ISA=SSE41 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=default
+
+test-processors: $(BUILT)
+	for setting in $(PROCESSORS); do \
+		echo "$$setting"; env OMP_NUM_THREADS=1 $$setting $(BIN)/python -m pytest -q -m parity tests/test_alignment.py tests/test_hf_parity.py || exit 1; \
+	done
 
 bench: $(BUILT) $(PEERS)
 	@# A BLAS kernel forced from outside would slow the scans that the matcher is compared with.

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_families import aligned, build, left_padded, load_eager, load_empty, save
+from hf_families import build, left_padded, load_eager, load_empty, save
 from safetensors.torch import load_file, save_file
 
 import moecache
 import moecache.hf
 from moecache import ExpertBank, ExpertCache
-
-pytestmark = pytest.mark.parity
 
 # An expert's bytes are no multiple of 16, and neither is a row of its matrices.
 ODD = {"hidden_size": 30, "intermediate_size": 33, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 10}
@@ -44,6 +42,7 @@ def shift(file: Path, remainder: int) -> None:
     raise AssertionError("no length of the header gives this remainder")
 
 
+@pytest.mark.parity
 @pytest.mark.failure("C13")
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_experts_of_odd_size_do_not_depend_on_their_slot(tmp_path: Path, family: str) -> None:
@@ -59,6 +58,7 @@ def test_experts_of_odd_size_do_not_depend_on_their_slot(tmp_path: Path, family:
             moecache.detach(model)
 
 
+@pytest.mark.parity
 @pytest.mark.failure("C13")
 @pytest.mark.parametrize("remainder", [0, 8])
 def test_a_mapped_checkpoint_of_stacked_experts_at_any_address(tmp_path: Path, remainder: int) -> None:
@@ -72,6 +72,7 @@ def test_a_mapped_checkpoint_of_stacked_experts_at_any_address(tmp_path: Path, r
         moecache.detach(model)
 
 
+@pytest.mark.parity
 @pytest.mark.failure("C13")
 @pytest.mark.parametrize("offset", [1, 2, 4, 8])
 def test_experts_in_memory_are_adopted_at_any_address(tmp_path: Path, offset: int) -> None:
@@ -88,6 +89,7 @@ def test_experts_in_memory_are_adopted_at_any_address(tmp_path: Path, offset: in
     assert_same_bits(model, expected)
 
 
+@pytest.mark.parity
 @pytest.mark.failure("C13")
 def test_a_resized_pool_is_aligned_too(tmp_path: Path) -> None:
     save("mixtral", tmp_path, **ODD)

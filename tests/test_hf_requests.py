@@ -250,9 +250,10 @@ def test_a_key_value_cache_collected_in_the_middle_of_a_step_ends_its_request_af
 def test_detach_ends_requests_and_gives_generate_back(folder: Path, opened: list[Request]) -> None:
     model = load_empty(folder)
     cache = moecache.attach(model, 8)
-    assert list(inspect.signature(model.generate).parameters) == list(
-        inspect.signature(type(model).generate).parameters
-    )[1:]
+    assert (
+        list(inspect.signature(model.generate).parameters)
+        == list(inspect.signature(type(model).generate).parameters)[1:]
+    )
     output = generate(model, return_dict_in_generate=True)
     assert not opened[0].closed
     moecache.detach(model)

@@ -48,7 +48,9 @@ def test_one_slot_number_serves_all_regions() -> None:
 
 
 @pytest.mark.failure("C13")
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex128, torch.float8_e8m0fnu], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex128, torch.float8_e8m0fnu], ids=str
+)
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (33, 30), (2, 3, 5), (4097,), (16, 16)], ids=str)
 def test_every_slot_is_contiguous_and_aligned_whatever_its_size(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     (tensors,) = Pool([{"w": ParamSpec(shape, dtype)}], [5], CPU).tensors

@@ -155,7 +155,8 @@ class Attachment:
             self.model.register_forward_hook(self._after_forward, always_call=True),
         ]
         if hasattr(self.model, "generate"):
-            self.model.__dict__["generate"] = GenerateWatch(self.model, self.model.generate, self.requests)
+            generate: Any = self.model.generate
+            self.model.__dict__["generate"] = GenerateWatch(self.model, generate, self.requests)
         self._guard()
         self.model.__dict__["_moecache_attachment"] = self
         self.model.__dict__["moecache"] = self.cache

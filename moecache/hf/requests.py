@@ -19,7 +19,8 @@ from .generation import Generation, ends_of
 from .rows import Rows, without_nan
 
 if TYPE_CHECKING:
-    from ..cache import ExpertCache, Request
+    from ..cache import ExpertCache
+    from ..request import Request
 
 __all__ = ["OpenRequest", "Requests"]
 
@@ -116,7 +117,11 @@ class Requests:
         packed = kwargs.get("cu_seq_lens_q")
         if packed is not None:
             current.decode = kwargs.get("max_length_q") == 1
-        elif generation is not None and continues and (generation.drafts or (generation.speculates and generation.passes)):
+        elif (
+            generation is not None
+            and continues
+            and (generation.drafts or (generation.speculates and generation.passes))
+        ):
             current.decode = True
         if generation is not None:
             generation.passes += 1
@@ -234,7 +239,9 @@ class Requests:
         last = current.open if generation is None else generation.uncached
         if last is not None and last.usable and last.ids is not None:
             before = last.ids
-            grows = before.shape[0] == tokens.shape[0] and before.dim() == tokens.dim() and last.length < tokens.shape[1]
+            grows = (
+                before.shape[0] == tokens.shape[0] and before.dim() == tokens.dim() and last.length < tokens.shape[1]
+            )
             # Beams change places, so within generate() the ids may differ.
             if grows and (generation is not None or torch.equal(tokens[:, : last.length], before)):
                 known, last.ids = last.length, tokens

@@ -11,6 +11,7 @@ __all__ = ["Ends", "Rows", "without_nan"]
 
 # An additive mask adds 0 where a token is seen; what hides it is -10,000, the least number of a dtype, or -inf.
 _HIDDEN = -1e3
+_FEW = 32
 
 
 class Ends(NamedTuple):
@@ -102,8 +103,10 @@ def _seen(mask: Any, length: int, past: int | None) -> torch.Tensor | None:
 
 def without_nan(weights: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor | None:
     """The mask of counted rows less those whose gate weights ``[tokens, k]`` hold NaN, which were routed by nothing."""
-    # A sum is NaN when a term is: one reduction where there is none.
-    if not math.isnan(weights.sum().item()):
+    # A sum is NaN when a term is: one reduction where there is none. Of a few numbers Python's is the faster.
+    few = weights.is_cpu and weights.numel() <= _FEW
+    total = sum(map(sum, weights.tolist())) if few else weights.sum().item()
+    if not math.isnan(total):
         return counted
     sound = ~weights.isnan().any(1).cpu()
     return sound if counted is None else counted & sound
