@@ -352,9 +352,7 @@ class ExpertCache:
                 if not running:
                     break
                 if time.monotonic() - began > self.timeout:
-                    raise LeaseError(
-                        f"{running} leases of other threads did not end within {self.timeout:g} s (timeout)"
-                    )
+                    raise LeaseError(f"{running} leases of other threads did not end within {self.timeout:g} s (timeout)")
                 core.wait_event(seen, _SLICE_S)
             self._check_open()
             runtime.engine.drain(self.timeout)
@@ -421,9 +419,7 @@ class ExpertCache:
         self.close()
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            "a cache holds addresses and threads and cannot be pickled or copied; make a new one over the bank"
-        )
+        raise TypeError("a cache holds addresses and threads and cannot be pickled or copied; make a new one over the bank")
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.capacity} of {sum(self.num_experts)} experts on {self.device}"
@@ -432,3 +428,5 @@ class ExpertCache:
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError("this cache is closed; make a new one")
+
+
