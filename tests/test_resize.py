@@ -77,17 +77,16 @@ def test_a_resize_over_a_file_that_changed_is_refused_whole(tmp_path: Path) -> N
     names = [f"layers.0.experts.{e}.w" for e in range(8)]
     save_file({name: torch.full((64,), float(e)) for e, name in enumerate(names)}, tmp_path / "model.safetensors")
     layout = {"w": "layers.{layer}.experts.{expert}.w"}
-    with ExpertBank.from_safetensors(tmp_path, layout) as bank, ExpertCache(bank, 4, policy="lru") as cache:
-        with cache.request() as request:
-            run(request, 0, [[0, 1, 2]])
-            save_file({name: torch.full((64,), -1.0) for name in names}, tmp_path / "model.safetensors")
-            with pytest.raises(MoeCacheError, match=r"model\.safetensors"):
-                cache.resize(6)
-            assert cache.capacity == 4
-            with request.route(0, torch.tensor([[0, 1, 2]])) as lease:  # what is resident is still right
-                assert lease.missing == 0
-                for expert, slot, _ in lease.ready():
-                    assert lease.weights["w"][slot].eq(expert).all()
+    with ExpertBank.from_safetensors(tmp_path, layout) as bank, ExpertCache(bank, 4, policy="lru") as cache, cache.request() as request:
+        run(request, 0, [[0, 1, 2]])
+        save_file({name: torch.full((64,), -1.0) for name in names}, tmp_path / "model.safetensors")
+        with pytest.raises(MoeCacheError, match=r"model\.safetensors"):
+            cache.resize(6)
+        assert cache.capacity == 4
+        with request.route(0, torch.tensor([[0, 1, 2]])) as lease:  # what is resident is still right
+            assert lease.missing == 0
+            for expert, slot, _ in lease.ready():
+                assert lease.weights["w"][slot].eq(expert).all()
 
 
 @pytest.mark.failure("A2")
@@ -218,22 +217,21 @@ def test_the_same_size_changes_nothing(bank: ExpertBank) -> None:
 
 @pytest.mark.failure("A3")
 def test_shrinking_keeps_the_most_wanted_in_the_memory_that_is_there() -> None:
-    with make_bank((64,), sizes=[4096]) as bank, ExpertCache(bank, 40, policy="lru") as cache:
-        with cache.request() as request:
-            for expert in range(40):
-                run(request, 0, [[expert]])
-            tensor, before = cache.pool.tensors[0]["down"], psutil.Process().memory_info().rss
-            nbytes = cache.pool.nbytes
-            cache.resize(10)
-            assert cache.pool.tensors[0]["down"].data_ptr() == tensor.data_ptr()
-            assert cache.pool.nbytes * 4 == nbytes
-            assert psutil.Process().memory_info().rss < before - nbytes // 2
-            assert cache.resident() == {(0, expert) for expert in range(30, 40)}
-            assert sum(hits(request, 0, [[expert]]) for expert in range(30, 40)) == 10
-            cache.resize(20)
-            assert sum(hits(request, 0, [[expert]]) for expert in range(30, 40)) == 10
-            for expert in range(64):
-                run(request, 0, [[expert]])
+    with make_bank((64,), sizes=[4096]) as bank, ExpertCache(bank, 40, policy="lru") as cache, cache.request() as request:
+        for expert in range(40):
+            run(request, 0, [[expert]])
+        tensor, before = cache.pool.tensors[0]["down"], psutil.Process().memory_info().rss
+        nbytes = cache.pool.nbytes
+        cache.resize(10)
+        assert cache.pool.tensors[0]["down"].data_ptr() == tensor.data_ptr()
+        assert cache.pool.nbytes * 4 == nbytes
+        assert psutil.Process().memory_info().rss < before - nbytes // 2
+        assert cache.resident() == {(0, expert) for expert in range(30, 40)}
+        assert sum(hits(request, 0, [[expert]]) for expert in range(30, 40)) == 10
+        cache.resize(20)
+        assert sum(hits(request, 0, [[expert]]) for expert in range(30, 40)) == 10
+        for expert in range(64):
+            run(request, 0, [[expert]])
 
 
 @pytest.mark.failure("A3", "A4")

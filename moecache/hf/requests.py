@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from .generation import Generation, ends_of
+from .past import capturing, given, made, tokens_held
 from .rows import Rows, without_nan
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from ..request import Request
 
 __all__ = ["OpenRequest", "Requests"]
-
-_CACHE_NAMES = ("past_key_values", "cache", "cache_params")
 
 
 class OpenRequest:
@@ -99,7 +98,7 @@ class Requests:
         batch, length = (0, 0) if tokens is None else tokens.shape[:2]
         current = self._current
         generation = current.generation
-        past = next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
+        past = given(kwargs)
         fresh: int | None = None
         if past is None:
             held: int | None = 0
@@ -142,8 +141,7 @@ class Requests:
         if opened is None:
             return
         if current.links_output and output is not None:
-            made = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
-            past = next((item for item in made if hasattr(item, "get_seq_length")), None)
+            past = made(output)
             if past is not None:
                 self._hold(past, opened)
         if opened.key is not None:
@@ -168,14 +166,14 @@ class Requests:
             if current.open is None or current.open.ids is not None or again or not current.open.usable:
                 current.open = self._begin()
             current.decode = current.counted = current.rows = None
-        elif current.rows is not None and (weights.is_cpu or not _capturing()):
+        elif current.rows is not None and (weights.is_cpu or not capturing()):
             current.counted, current.rows = current.rows.counted(), None
         current.last_layer = layer
         counted = current.counted
         if counted is not None and counted.shape[0] != tokens:
             counted = None
         # One token on a device: once a pass, as what is NaN stays so; a look at each layer would wait for the device.
-        if weights.is_cpu or ((tokens > 1 or layer == self._last_layer) and not _capturing()):
+        if weights.is_cpu or ((tokens > 1 or layer == self._last_layer) and not capturing()):
             counted = without_nan(weights, counted)
         return current.open.request, current.decode, counted
 
@@ -217,7 +215,7 @@ class Requests:
         found = self._by_key.get(id(past))
         if found is not None and (found.key is None or found.key() is not past or not found.usable):
             found = None
-        held = _tokens_held(past, trusted=found is not None and one_token)
+        held = tokens_held(past, trusted=found is not None and one_token)
         if found is None and held and type(past) is tuple:
             # Tensors have no identity that lasts: they continue what the thread's last pass left.
             last = self._current.open
@@ -253,8 +251,8 @@ class Requests:
         return opened, 0
 
     def _uses_cache(self, kwargs: dict[str, Any]) -> bool:
-        given = kwargs.get("use_cache")
-        return bool(getattr(self._config, "use_cache", False) if given is None else given)
+        wanted = kwargs.get("use_cache")
+        return bool(getattr(self._config, "use_cache", False) if wanted is None else wanted)
 
     def _hold(self, past: Any, opened: OpenRequest) -> None:
         this, key = weakref.ref(self), id(past)
@@ -294,23 +292,3 @@ def _within_package(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _capturing() -> bool:
-    # Nothing may be read from the device then; the cache refuses the call by name.
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def _tokens_held(past: Any, trusted: bool) -> int | None:
-    """Tokens in a key-value cache; None if it does not say, or could only by waiting for a device that is `trusted`."""
-    try:
-        held = past.get_seq_length()
-    except ValueError:  # a cache of linear-attention layers only
-        return int(past.has_previous_state())
-    except AttributeError:
-        if not isinstance(past, (tuple, list)):
-            return None
-        return int(past[0][0].shape[-2]) if past and isinstance(past[0], (tuple, list)) else len(past)
-    if isinstance(held, torch.Tensor) and not held.is_cpu and (trusted or _capturing()):
-        return None
-    return int(held)
