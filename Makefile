@@ -13,7 +13,7 @@ PEERS := $(VENV)/.bench-peers
 NATIVE := $(wildcard moecache/*.pyx moecache/*.pxd moecache/*.pxi moecache/*.h)
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo test sanitize soak interrupts fuzz bench lint format wheel clean distclean
+.PHONY: help install demo test test-processors sanitize soak interrupts fuzz bench lint format wheel clean distclean
 
 # Of `make soak` in all; of `make fuzz` for each target.
 SECONDS ?= 1800
@@ -22,6 +22,7 @@ FUZZ_SECONDS ?= 600
 help:
 	@echo "make demo    text from the tiny model, three quarters of its experts on disk, checked against the resident model"
 	@echo "make test    the tests, with short forms of the four that follow"
+	@echo "make test-processors    the parity tests with each instruction set that MKL, oneDNN and torch can be held to"
 	@echo "make sanitize    the compiled modules under gcc's address, undefined behaviour and thread sanitizers"
 	@echo "make soak    SECONDS=$(SECONDS) of everything at once: threads, interrupts, resizes, failing copies, forks; nothing may grow"
 	@echo "make interrupts  100,000 interrupts, 1,000 resizes and 200 kills at random moments"
@@ -53,6 +54,14 @@ demo: $(BUILT)
 
 test: $(BUILT)
 	$(BIN)/python -m pytest
+
+# Values that are tried one by one; what each library would choose by itself is what `make test` runs.
+PROCESSORS := MKL_CBWR=COMPATIBLE MKL_CBWR=AVX2 ONEDNN_MAX_CPU_ISA=SSE41 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=default
+
+test-processors: $(BUILT)
+	for setting in $(PROCESSORS); do \
+		echo "$$setting"; env OMP_NUM_THREADS=1 $$setting $(BIN)/python -m pytest -q -m parity tests/test_alignment.py tests/test_hf_parity.py || exit 1; \
+	done
 
 sanitize: $(BUILT)
 	$(BIN)/python tests/sanitize.py address -q

@@ -150,7 +150,7 @@ def _aligned_rows(rows: int, spec: ParamSpec, device: torch.device) -> torch.Ten
     stride = _aligned(spec.nbytes) // spec.dtype.itemsize
     # Torch's allocators align to ALIGNMENT on the host and to more on a device.
     storage = torch.empty((rows, stride), dtype=spec.dtype, device=device)
-    return storage[:, : math.prod(spec.shape)].unflatten(1, spec.shape) if spec.shape else storage[:, 0]
+    return storage[:, : math.prod(spec.shape)].view(rows, *spec.shape)
 
 
 def slots_for(

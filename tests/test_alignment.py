@@ -13,8 +13,6 @@ import moecache
 import moecache.hf
 from moecache import ExpertBank, ExpertCache
 
-pytestmark = pytest.mark.parity
-
 # An expert's bytes are no multiple of 16, and neither is a row of its matrices.
 ODD = {"hidden_size": 30, "intermediate_size": 33, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 10}
 PROMPT = torch.randint(2, 96, (1, 9), generator=torch.Generator().manual_seed(4))
@@ -44,21 +42,22 @@ def shift(file: Path, remainder: int) -> None:
     raise AssertionError("no length of the header gives this remainder")
 
 
+@pytest.mark.parity
 @pytest.mark.failure("C13")
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_experts_of_odd_size_do_not_depend_on_their_slot(tmp_path: Path, family: str) -> None:
     save(family, tmp_path, **ODD)
     expected = answer(load_eager(tmp_path))
-    for capacity in (2, 5, 16):
-        for bank in ("disk", "ram"):
-            model = load_empty(tmp_path)
-            cache = moecache.attach(model, capacity, bank=bank)
-            for _ in range(2):  # the second time experts are in other slots
-                assert_same_bits(model, expected)
-            assert cache.capacity == 16 or cache.stats().evictions > 0
-            moecache.detach(model)
+    for capacity, bank in ((2, "disk"), (5, "ram"), (16, "disk")):
+        model = load_empty(tmp_path)
+        cache = moecache.attach(model, capacity, bank=bank)
+        for _ in range(2):  # the second time experts are in other slots
+            assert_same_bits(model, expected)
+        assert cache.capacity == 16 or cache.stats().evictions > 0
+        moecache.detach(model)
 
 
+@pytest.mark.parity
 @pytest.mark.failure("C13")
 @pytest.mark.parametrize("remainder", [0, 8])
 def test_a_mapped_checkpoint_of_stacked_experts_at_any_address(tmp_path: Path, remainder: int) -> None:
@@ -72,8 +71,9 @@ def test_a_mapped_checkpoint_of_stacked_experts_at_any_address(tmp_path: Path, r
         moecache.detach(model)
 
 
+@pytest.mark.parity
 @pytest.mark.failure("C13")
-@pytest.mark.parametrize("offset", [1, 2, 4, 8])
+@pytest.mark.parametrize("offset", [1, 2])
 def test_experts_in_memory_are_adopted_at_any_address(tmp_path: Path, offset: int) -> None:
     save("mixtral", tmp_path, **ODD)
     model = load_eager(tmp_path)
@@ -88,6 +88,7 @@ def test_experts_in_memory_are_adopted_at_any_address(tmp_path: Path, offset: in
     assert_same_bits(model, expected)
 
 
+@pytest.mark.parity
 @pytest.mark.failure("C13")
 def test_a_resized_pool_is_aligned_too(tmp_path: Path) -> None:
     save("mixtral", tmp_path, **ODD)

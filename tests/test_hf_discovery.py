@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hf_families import aligned
 from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

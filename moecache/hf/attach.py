@@ -20,6 +20,7 @@ from ..checkpoint import CheckpointIndex
 from ..errors import AttachError, UnsupportedModelError
 from .experts import NAME, ExpertsLayer, LayerState, discover
 from .forms import Form, choose_form
+from .generation import GenerateWatch
 from .requests import Requests
 
 __all__ = ["Attachment", "attach", "detach", "load"]
@@ -149,7 +150,13 @@ class Attachment:
                 module.register_load_state_dict_pre_hook(_refuse_load),
             ]
         self._switch_implementation()
-        self._handles.append(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+        self._handles += [
+            self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            self.model.register_forward_hook(self._after_forward, always_call=True),
+        ]
+        if hasattr(self.model, "generate"):
+            generate: Any = self.model.generate
+            self.model.__dict__["generate"] = GenerateWatch(self.model, generate, self.requests)
         self._guard()
         self.model.__dict__["_moecache_attachment"] = self
         self.model.__dict__["moecache"] = self.cache
@@ -173,7 +180,7 @@ class Attachment:
                 module.__dict__.pop(name, None)
         for config, implementation in self._implementations:
             config._experts_implementation_internal = implementation
-        for name in ("_moecache_attachment", "moecache"):
+        for name in ("_moecache_attachment", "moecache", "generate"):
             self.model.__dict__.pop(name, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
@@ -185,6 +192,9 @@ class Attachment:
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.requests.before_forward(args, kwargs)
+
+    def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.requests.after_forward(output)
 
     def _switch_implementation(self) -> None:
         found: list[Any] = [self.model.config, *(layer.module.config for layer in self.layers)]

@@ -5,118 +5,290 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from .generation import Generation, ends_of
+from .past import capturing, given, made, tokens_held
+from .rows import Rows, without_nan
+
 if TYPE_CHECKING:
-    from ..cache import ExpertCache, Request
+    from ..cache import ExpertCache
+    from ..request import Request
 
-__all__ = ["Requests"]
-
-_CACHE_NAMES = ("past_key_values", "cache", "cache_params")
+__all__ = ["OpenRequest", "Requests"]
 
 
-class _Open:
-    """A request that ends at the latest with the thread whose it is."""
+class OpenRequest:
+    """A request, and what tells whether a forward pass belongs to it. It ends at the latest when nobody holds it."""
 
     def __init__(self, cache: ExpertCache) -> None:
         self._cache = cache
         self.request: Request = cache.request()
+        # Tokens of a row so far, and by row whether its answer has ended.
+        self.length = 0
+        self.ended: list[bool] = []
+        # The key-value cache whose passes these are; the last pass's ids where there is none.
+        self.key: weakref.ref[Any] | None = None
+        self.ids: torch.Tensor | None = None
 
-    def end(self) -> None:
+    @property
+    def usable(self) -> bool:
+        return not self.request.closed
+
+    def end(self, keep: bool = True) -> None:
         if not self._cache.closed:
-            self.request.close()
+            self.request.close(keep)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():
+        if hasattr(self, "request") and not is_finalizing():
             self.end()
 
 
 class _Current(threading.local):
-    """The request that this thread's forward passes of one model belong to."""
+    """Of the forward pass of one model that a thread is in, or was in last."""
 
-    open: _Open | None = None
+    open: OpenRequest | None = None
+    inside: bool = False
     decode: bool | None = None
+    rows: Rows | None = None
     counted: torch.Tensor | None = None
     last_layer: int = -1
-    from_forward: bool = False
+    links_output: bool = False
+    generation: Generation | None = None
 
 
 class Requests:
-    """The current request of each thread.
+    """The request that each forward pass belongs to.
 
-    A forward pass without a key-value cache, or with an empty one, begins a request and ends the thread's previous
-    one; any other continues it. Prompt tokens that the attention mask leaves out are computed but not counted.
+    Requests are keyed by the key-value cache, whatever thread uses it: one that is empty, or that has not been seen,
+    begins a request, which ends when the key-value cache is emptied or dies. Passes without one belong together within a
+    call of ``generate()``, or where each repeats the ids of the one before and adds to them. A ``generate()`` that
+    raises drops the requests that it began, as the ``with`` block of a request does.
     """
 
     def __init__(self, cache: ExpertCache, model: nn.Module) -> None:
         self._cache = cache
         self._current = _Current()
         self._argument_names = list(inspect.signature(model.forward).parameters)
+        self._config = getattr(model, "config", None)
+        self._ends = ends_of(model)
+        self._by_key: dict[int, OpenRequest] = {}
+        self._orphans: deque[OpenRequest] = deque()
+        self._last_layer = cache.layers - 1
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take note of a forward pass of the top model, from its arguments."""
         if args:
             kwargs = {**dict(zip(self._argument_names, args, strict=False)), **kwargs}
+        self._end_orphans()
         tokens = kwargs.get("input_ids")
         if tokens is None:
             tokens = kwargs.get("inputs_embeds")
-        length = tokens.shape[1] if isinstance(tokens, torch.Tensor) and tokens.dim() > 1 else None
+        if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2:
+            tokens = None
+        batch, length = (0, 0) if tokens is None else tokens.shape[:2]
         current = self._current
-        past = next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
-        continues = _holds_tokens(past)
-        if not continues or current.open is None or not current.from_forward:
-            self._begin(from_forward=True)
-        current.decode = None if length is None else continues and length == 1
-        current.counted = None if length == 1 else _counted(kwargs.get("attention_mask"), length)
+        generation = current.generation
+        past = given(kwargs)
+        fresh: int | None = None
+        if past is None:
+            held: int | None = 0
+            opened, known = self._uncached(tokens, self._uses_cache(kwargs))
+            if known:
+                fresh = length - known
+        else:
+            opened, held = self._cached(past, length == 1)
+        continues = held != 0 or fresh is not None
+        opened.length = (held or 0) + length
+        current.open, current.inside, current.last_layer = opened, True, -1
+        current.links_output = opened.key is None and self._uses_cache(kwargs)
+        new = length if fresh is None else fresh
+        current.decode = None if tokens is None else continues and new == 1
+        packed = kwargs.get("cu_seq_lens_q")
+        if packed is not None:
+            current.decode = kwargs.get("max_length_q") == 1
+        elif (
+            generation is not None
+            and continues
+            and (generation.drafts or (generation.speculates and generation.passes))
+        ):
+            current.decode = True
+        if generation is not None:
+            generation.passes += 1
+        current.counted, current.rows = None, None
+        if tokens is None or (batch == 1 and length == 1 and packed is None):
+            return
+        if new > 1:
+            opened.ended.clear()
+        ends = self._ends if generation is None else generation.ends
+        current.rows = Rows(tokens, kwargs.get("attention_mask"), held, fresh, packed, ends, opened.ended)
 
-    def current(self, layer: int, tokens: int) -> tuple[Request, bool | None, torch.Tensor | None]:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def after_forward(self, output: Any) -> None:
+        """Take note of the key-value cache that a forward pass made."""
+        current = self._current
+        opened = current.open
+        current.inside, current.rows = False, None
+        if opened is None:
+            return
+        if current.links_output and output is not None:
+            past = made(output)
+            if past is not None:
+                self._hold(past, opened)
+        if opened.key is not None:
+            current.open = None
+
+    def current(self, layer: int, weights: torch.Tensor) -> tuple[Request, bool | None, torch.Tensor | None]:
         """The request, whether this is a decode step, and which rows count, for a call of one experts module.
 
         A module that is called outside a forward pass of the top model opens a request on its own; it ends when the
         next one begins, or when a layer that is not deeper than the last one is called with several tokens.
+
+        Parameters
+        ----------
+        layer : int
+        weights : float Tensor ``[tokens, k]``
+            The gate weights; rows with NaN do not count.
         """
         current = self._current
-        if current.open is None or (not current.from_forward and layer <= current.last_layer and tokens > 1):
-            self._begin(from_forward=False)
+        tokens = weights.shape[0]
+        if not current.inside or current.open is None or not current.open.usable:
+            again = layer <= current.last_layer and tokens > 1
+            if current.open is None or current.open.ids is not None or again or not current.open.usable:
+                current.open = self._begin()
+            current.decode = current.counted = current.rows = None
+        elif current.rows is not None and (weights.is_cpu or not capturing()):
+            current.counted, current.rows = current.rows.counted(), None
         current.last_layer = layer
         counted = current.counted
         if counted is not None and counted.shape[0] != tokens:
             counted = None
-        assert current.open is not None
+        # One token on a device: once a pass, as what is NaN stays so; a look at each layer would wait for the device.
+        if weights.is_cpu or ((tokens > 1 or layer == self._last_layer) and not capturing()):
+            counted = without_nan(weights, counted)
         return current.open.request, current.decode, counted
 
+    @contextmanager
+    def generating(self, generation: Generation) -> Iterator[None]:
+        """A call of ``generate()`` in this thread."""
+        current = self._current
+        outer, current.generation = current.generation, generation
+        try:
+            yield
+        except BaseException:
+            for opened in generation.begun:
+                opened.end(keep=False)
+            raise
+        finally:
+            current.generation = outer
+            if generation.uncached is not None:
+                generation.uncached.end()
+                current.open = None
+            self._end_orphans()
+
     def end(self) -> None:
-        """End this thread's request, if there is one."""
+        """End every request."""
+        self._end_orphans()
+        while self._by_key:
+            self._by_key.popitem()[1].end()
         if self._current.open is not None:
             self._current.open.end()
             self._current.open = None
 
-    def _begin(self, *, from_forward: bool) -> None:
-        self.end()
-        current = self._current
-        current.open = _Open(self._cache)
-        current.decode, current.counted, current.last_layer = None, None, -1
-        current.from_forward = from_forward
+    def _begin(self) -> OpenRequest:
+        opened = OpenRequest(self._cache)
+        if self._current.generation is not None:
+            self._current.generation.begun.append(opened)
+        return opened
+
+    def _cached(self, past: Any, one_token: bool) -> tuple[OpenRequest, int | None]:
+        # The request of a key-value cache, and how many tokens that holds, None if it does not say.
+        found = self._by_key.get(id(past))
+        if found is not None and (found.key is None or found.key() is not past or not found.usable):
+            found = None
+        held = tokens_held(past, trusted=found is not None and one_token)
+        if found is None and held and type(past) is tuple:
+            # Tensors have no identity that lasts: they continue what the thread's last pass left.
+            last = self._current.open
+            if last is not None and last.usable and last.key is None and last.length == held:
+                return last, held
+        if found is not None:
+            if held != 0 or found.length == 0:
+                return found, held
+            found.end()
+        found = self._begin()
+        self._hold(past, found)
+        return found, held
+
+    def _uncached(self, tokens: torch.Tensor | None, uses_cache: bool) -> tuple[OpenRequest, int]:
+        # The request of a pass without a key-value cache, and how many tokens of a row it repeats.
+        current, generation = self._current, self._current.generation
+        if tokens is None or uses_cache:
+            return self._begin(), 0
+        last = current.open if generation is None else generation.uncached
+        if last is not None and last.usable and last.ids is not None:
+            before = last.ids
+            grows = (
+                before.shape[0] == tokens.shape[0] and before.dim() == tokens.dim() and last.length < tokens.shape[1]
+            )
+            # Beams change places, so within generate() the ids may differ.
+            if grows and (generation is not None or torch.equal(tokens[:, : last.length], before)):
+                known, last.ids = last.length, tokens
+                return last, known
+        opened = self._begin()
+        opened.ids = tokens
+        if generation is not None:
+            generation.uncached = opened
+        return opened, 0
+
+    def _uses_cache(self, kwargs: dict[str, Any]) -> bool:
+        wanted = kwargs.get("use_cache")
+        return bool(getattr(self._config, "use_cache", False) if wanted is None else wanted)
+
+    def _hold(self, past: Any, opened: OpenRequest) -> None:
+        this, key = weakref.ref(self), id(past)
+
+        def ended(ref: weakref.ref[Any]) -> None:
+            requests = this()
+            if requests is not None:
+                requests._key_ended(key, ref)
+
+        try:
+            opened.key = weakref.ref(past, ended)
+        except TypeError:
+            return
+        self._by_key[key] = opened
+
+    def _key_ended(self, key: int, ref: weakref.ref[Any]) -> None:
+        opened = self._by_key.get(key)
+        if opened is None or opened.key is not ref:
+            return
+        self._orphans.append(self._by_key.pop(key))
+        # The garbage collector may come by in the middle of a step, whose state must not change under it.
+        if not _within_package(sys._getframe(1)):
+            self._end_orphans()
+
+    def _end_orphans(self) -> None:
+        while self._orphans:
+            try:
+                self._orphans.popleft().end()
+            except IndexError:  # another thread was faster
+                return
 
 
-def _holds_tokens(past: Any) -> bool:
-    if past is None:
-        return False
-    try:
-        return int(past.get_seq_length()) > 0
-    except ValueError:  # a cache of linear-attention layers only
-        return bool(past.has_previous_state())
-    except AttributeError:  # a tuple of tensors
-        return len(past) > 0
-
-
-def _counted(mask: Any, length: int | None) -> torch.Tensor | None:
-    """Rows of a prompt that a 2-D attention mask keeps, flattened as the experts see them; None for all."""
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or length is None or mask.shape[1] < length:
-        return None
-    kept = mask[:, -length:].reshape(-1).bool().cpu()
-    return None if bool(kept.all()) else kept
+def _within_package(frame: FrameType | None) -> bool:
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("moecache.") and name != __name__:
+            return True
+        frame = frame.f_back
+    return False
