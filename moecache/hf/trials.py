@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import types
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,11 +77,13 @@ def choose_form(
     # Defaults of the caller's (device, dtype, autocast, inference mode) must not reach what is tried, nor his random state.
     with (
         torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(),
         torch.inference_mode(False),
         torch.no_grad(),
         nullcontext() if torch.get_default_device().type == device.type else device,
         torch.autocast(device.type, enabled=False),
     ):
+        warnings.simplefilter("ignore")
         for shrink in dict.fromkeys((_common_factor(specs), 1)):
             trial = _Trial(module, specs, shrink, device, top_k)
             for form in _forms(module, specs, only_stock=bool(extra)):
@@ -344,7 +347,7 @@ def _constants(module: nn.Module) -> set[float]:
     return numbers
 
 
-def _alike(one: Any, other: Any, but: set[str] = frozenset()) -> bool:  # type: ignore[assignment]
+def _alike(one: Any, other: Any, but: Collection[str] = ()) -> bool:
     """Whether two modules, or what they hold, are equal in all but the parameters named."""
     if one is other:
         return True
