@@ -241,7 +241,7 @@ class ExpertBank:
         tensors = {}
         with _Files(self._index) as files:
             for param, spec in self.kinds[self.layer_kind[layer]].items():
-                tensors[param] = torch.empty(spec.shape, dtype=spec.dtype)
+                tensors[param] = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
                 files.read(self._pieces[layer][param], index, tensors[param].data_ptr())
         return tensors
 
@@ -284,7 +284,7 @@ class ExpertBank:
     def _stacked(self, files: _Files, layer: int) -> dict[str, torch.Tensor]:
         tensors = {}
         for param, spec in self.kinds[self.layer_kind[layer]].items():
-            stacked = torch.empty((self.num_experts[layer], *spec.shape), dtype=spec.dtype)
+            stacked = torch.empty((self.num_experts[layer], *spec.shape), dtype=spec.dtype, device="cpu")
             for index in range(self.num_experts[layer]):
                 files.read(self._pieces[layer][param], index, stacked.data_ptr() + index * spec.nbytes)
             tensors[param] = stacked

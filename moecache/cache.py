@@ -34,7 +34,7 @@ __all__ = ["ExpertCache", "Lease", "Request"]
 
 logger = logging.getLogger("moecache")
 
-_FIRST_ROW = torch.zeros(1, dtype=torch.int64)
+_FIRST_ROW = torch.zeros(1, dtype=torch.int64, device="cpu")
 # The engine's window: what may be on the link before something that is wanted more.
 _WINDOW_BYTES = 4 << 20
 

@@ -99,23 +99,14 @@ def test_strict_export_and_full_graphs_say_why(attached) -> None:
 
 
 @pytest.mark.failure("C10", "J39", "110")
-def test_compiling_breaks_the_graph_and_says_nothing(mixtral: Path) -> None:
-    code = f"""
-import torch, moecache, moecache.hf
-from hf_families import load_empty, load_eager
-from pathlib import Path
-folder = Path({str(mixtral)!r})
-model, eager = load_empty(folder), load_eager(folder)
-moecache.attach(model, 8)
-compiled = torch.compile(model, backend="eager")
-with torch.no_grad():
-    for ids in (torch.arange(2, 9)[None], torch.arange(2, 3)[None], torch.arange(5, 12)[None]):
+@torch.no_grad()
+def test_compiling_breaks_the_graph_and_says_nothing(attached, mixtral: Path, monkeypatch) -> None:
+    ignored: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    eager, compiled = load_eager(mixtral), torch.compile(attached, backend="eager")
+    for ids in (IDS, IDS[:, :1]):
         assert torch.equal(compiled(ids).logits, eager(ids).logits)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_environment(), timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "ignored" not in done.stderr
-    assert "Traceback" not in done.stderr
+    assert ignored == []
 
 
 def _environment() -> dict[str, str]:
