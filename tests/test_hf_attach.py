@@ -25,6 +25,7 @@ def mixtral(tmp_path: Path) -> Path:
     return save("mixtral", tmp_path / "mixtral")
 
 
+@pytest.mark.failure("121")
 def test_attach_twice(mixtral: Path) -> None:
     model = load_empty(mixtral)
     cache = moecache.attach(model, 4)
@@ -36,6 +37,7 @@ def test_attach_twice(mixtral: Path) -> None:
 
 
 @pytest.mark.parametrize("bank", ["disk", "ram"])
+@pytest.mark.failure("121", "107")
 def test_attach_detach_attach(mixtral: Path, bank: str) -> None:
     eager, model = load_eager(mixtral), load_empty(mixtral)
     for capacity in (4, 6):
@@ -50,6 +52,7 @@ def test_attach_detach_attach(mixtral: Path, bank: str) -> None:
         moecache.detach(model)
 
 
+@pytest.mark.failure("108")
 def test_model_without_moe_layers() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -60,6 +63,7 @@ def test_model_without_moe_layers() -> None:
         moecache.attach(LlamaForCausalLM(config))
 
 
+@pytest.mark.failure("72", "67")
 def test_family_that_ignores_the_interface_is_named() -> None:
     from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
 
@@ -99,6 +103,7 @@ def test_impossible_capacity_changes_nothing(mixtral: Path) -> None:
         model(IDS)
 
 
+@pytest.mark.failure("111")
 def test_meta_experts_without_a_checkpoint(mixtral: Path) -> None:
     model = load_eager(mixtral)
     experts = model.model.layers[1].mlp.experts
@@ -114,6 +119,7 @@ def test_disk_bank_needs_experts_kept_out(mixtral: Path) -> None:
         moecache.attach(load_eager(mixtral), 4, bank="tape")  # type: ignore[arg-type]
 
 
+@pytest.mark.failure("112")
 def test_accelerate_hooks_are_refused(mixtral: Path) -> None:
     hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
     model = load_eager(mixtral)
@@ -122,6 +128,7 @@ def test_accelerate_hooks_are_refused(mixtral: Path) -> None:
         moecache.attach(model, 4)
 
 
+@pytest.mark.failure("118")
 def test_wrapped_expert_parameters_are_refused(mixtral: Path) -> None:
     model = load_eager(mixtral)
 
@@ -144,6 +151,7 @@ def test_wrapped_expert_parameters_are_refused(mixtral: Path) -> None:
         moecache.attach(model, 4)
 
 
+@pytest.mark.failure("80", "81")
 def test_parameter_of_a_tensor_subclass_is_refused(mixtral: Path) -> None:
     class Quantised(torch.Tensor):
         pass
@@ -166,6 +174,7 @@ def test_parameter_of_a_tensor_subclass_is_refused(mixtral: Path) -> None:
         lambda model: model.model.layers[1].mlp.experts.to(torch.float16),
     ],
 )
+@pytest.mark.failure("112")
 def test_casts_are_refused(mixtral: Path, cast) -> None:
     model = load_empty(mixtral)
     moecache.attach(model, 4)
@@ -189,6 +198,7 @@ def test_switching_back_is_refused(mixtral: Path) -> None:
         model.set_experts_implementation("eager")
 
 
+@pytest.mark.failure("120")
 def test_training_and_backward_are_refused(mixtral: Path) -> None:
     model, eager = load_empty(mixtral), load_eager(mixtral)
     moecache.attach(model, 4)
@@ -218,6 +228,7 @@ def test_state_dict_and_save_pretrained(mixtral: Path, tmp_path: Path, bank: str
         model.load_state_dict(expected)
 
 
+@pytest.mark.failure("115")
 def test_two_models_are_independent(mixtral: Path, tmp_path: Path) -> None:
     other = save("qwen3_moe", tmp_path / "qwen")
     models = [load_empty(mixtral), load_empty(other), load_empty(mixtral)]
@@ -233,6 +244,7 @@ def test_two_models_are_independent(mixtral: Path, tmp_path: Path) -> None:
         assert torch.equal(models[1](IDS).logits, eagers[1](IDS).logits)
 
 
+@pytest.mark.failure("115")
 def test_models_that_share_a_config(mixtral: Path) -> None:
     model = build("mixtral")
     sibling = type(model)(model.config).eval()
@@ -244,6 +256,7 @@ def test_models_that_share_a_config(mixtral: Path) -> None:
     assert torch.allclose(sibling_logits, before, atol=1e-5)
 
 
+@pytest.mark.failure("C10")
 def test_deep_copy_shares_the_cache(mixtral: Path) -> None:
     model, eager = load_empty(mixtral), load_eager(mixtral)
     cache = moecache.attach(model, 4)
@@ -287,6 +300,7 @@ def test_threads_run_requests_side_by_side(mixtral: Path) -> None:
     assert wrong == []
 
 
+@pytest.mark.failure("66", "64")
 def test_shared_experts_and_dense_layers_stay(tmp_path: Path) -> None:
     save("qwen2_moe", tmp_path)
     model = load_empty(tmp_path)
@@ -309,6 +323,7 @@ def test_load_in_one_call(mixtral: Path) -> None:
     )
 
 
+@pytest.mark.failure("110")
 def test_compiled_block_gives_the_same_output(mixtral: Path) -> None:
     model, eager = load_empty(mixtral), load_eager(mixtral)
     moecache.attach(model, 4)
@@ -321,6 +336,7 @@ def test_compiled_block_gives_the_same_output(mixtral: Path) -> None:
             block(torch.randn(1, 1, 32))
 
 
+@pytest.mark.failure("137")
 def test_process_is_left_as_it_was(mixtral: Path) -> None:
     handlers, filters = list(logging.getLogger().handlers), list(warnings.filters)
     moecache.attach(load_empty(mixtral), 4)

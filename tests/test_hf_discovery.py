@@ -52,6 +52,7 @@ class AnySize:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("module_name", "class_name"), CLASSES, ids=[name for _, name in CLASSES])
+@pytest.mark.failure("68", "73")
 def test_every_class_has_a_bit_equal_form(module_name: str, class_name: str, dtype: torch.dtype) -> None:
     module = getattr(importlib.import_module(module_name), class_name)(AnySize()).to(dtype)
     with torch.no_grad():
@@ -64,6 +65,7 @@ def test_every_class_has_a_bit_equal_form(module_name: str, class_name: str, dty
     assert form.product.__name__ in ("plain", "by_flags") or class_name == "OpenAIPrivacyFilterExperts"
 
 
+@pytest.mark.failure("72")
 def test_class_of_an_unknown_form_runs_through_its_own_forward() -> None:
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -157,6 +159,7 @@ WHOLE_MODELS = [
 
 @pytest.mark.parametrize("family", WHOLE_MODELS)
 @torch.no_grad()
+@pytest.mark.failure("44", "64", "70", "71", "107")
 def test_whole_model(family: str) -> None:
     if family not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
@@ -182,6 +185,7 @@ def test_whole_model(family: str) -> None:
     assert torch.equal(model(ids).logits, expected)
 
 
+@pytest.mark.failure("75")
 def test_language_experts_of_a_multimodal_model() -> None:
     """Experts are found as modules, however deep the configuration nests."""
     from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from torch import nn
 import moecache
 import moecache.hf
 from moecache import ExpertBank, ExpertCache
+from moecache.errors import CheckpointError
 from moecache.hf import forms
 
 IDS = torch.randint(2, 96, (1, 7), generator=torch.Generator().manual_seed(0))
@@ -109,7 +111,9 @@ with moecache.ExpertCache(bank, 4, device="cpu") as cache, cache.request() as re
                 assert torch.equal(lease.weights["down_proj"][slot], bank.expert(0, expert)["down_proj"])
 """
     folder = str(Path(moecache.__file__).parents[1])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": folder})
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": folder}
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -126,7 +130,10 @@ def sparse_checkpoint(folder: Path, nbytes: int) -> Path:
     length = int.from_bytes(small[:8], "little")
     end = len(small) - 8 - length
     text = small[8 : 8 + length].rstrip()[:-1].decode()
-    header = text + f',"model.layers.2.mlp.experts.gate_up_proj":{{"dtype":"U8","shape":[{nbytes}],"data_offsets":[{end},{end + nbytes}]}}}}'
+    header = (
+        text
+        + f',"model.layers.2.mlp.experts.gate_up_proj":{{"dtype":"U8","shape":[{nbytes}],"data_offsets":[{end},{end + nbytes}]}}}}'
+    )
     raw = header.encode() + b" " * (-len(header) % 8)
     with (folder / "model.safetensors").open("wb") as stream:
         stream.write(len(raw).to_bytes(8, "little") + raw + small[8 + length :])
@@ -188,7 +195,11 @@ def test_kept_products_are_bounded_and_change_nothing(monkeypatch, capacity: int
     module = build("mixtral", num_local_experts=16).model.layers[0].mlp.experts
     bank = ExpertBank.from_tensors([{name: param.detach() for name, param in module.named_parameters()}])
     kept = []
-    with ExpertCache(bank, capacity, device="cpu", prefetch=False) as cache, cache.request() as request, torch.no_grad():
+    with (
+        ExpertCache(bank, capacity, device="cpu", prefetch=False) as cache,
+        cache.request() as request,
+        torch.no_grad(),
+    ):
         for _ in range(6):
             hidden = torch.randn(200, 32)
             ids = torch.rand(200, 16).argsort(1)[:, :2].contiguous()
@@ -233,3 +244,23 @@ def test_a_mapped_parameter_outlives_its_file(mixtral: Path) -> None:
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, eager(IDS).logits)
     assert isinstance(model.lm_head.weight, nn.Parameter)
+
+
+@pytest.mark.failure("G27")
+def test_a_mapping_that_fails_is_named_or_read(mixtral: Path, monkeypatch, caplog) -> None:
+    def failing(number: int):
+        def mmap(*args: object, **kwargs: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return mmap
+
+    monkeypatch.setattr("moecache.hf.mapped.mmap.mmap", failing(errno.ENOMEM))
+    with pytest.raises(
+        CheckpointError, match=r"mapping [\d,]+ bytes of tensors outside the experts failed .*raise the limit"
+    ):
+        load_empty(mixtral)
+    monkeypatch.setattr("moecache.hf.mapped.mmap.mmap", failing(errno.ENODEV))
+    moecache.attach(model := load_empty(mixtral), 4)
+    assert "cannot be mapped" in caplog.text
+    with torch.no_grad():
+        assert torch.allclose(model(IDS).logits, load_eager(mixtral)(IDS).logits, atol=1e-5)

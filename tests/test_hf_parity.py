@@ -61,6 +61,7 @@ def assert_equal_runs(model, eager) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.failure("44", "71", "73", "107")
 def test_bit_equal_at_any_capacity(checkpoints, family: str, dtype: torch.dtype) -> None:
     folder = checkpoints[family, dtype]
     eager = load_eager(folder)
@@ -81,6 +82,7 @@ def test_bit_equal_at_any_capacity(checkpoints, family: str, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.failure("121")
 def test_resident_model_is_adopted_and_restored(checkpoints, family: str) -> None:
     folder = checkpoints[family, torch.float32]
     eager, model = load_eager(folder), load_eager(folder)
@@ -131,6 +133,7 @@ def test_one_expert(tmp_path: Path) -> None:
     assert cache.stats().evictions > 0
 
 
+@pytest.mark.failure("65", "68")
 def test_layers_of_different_counts_and_sizes() -> None:
     """As in a pruned model: fewer and narrower experts in one layer, each size with slots of its own."""
     eager = build("mixtral", num_hidden_layers=3)

@@ -227,7 +227,9 @@ def test_what_cannot_be_kept_out_is_said_with_its_cost(mixtral: Path, caplog) ->
     torch.save(eager.state_dict(), mixtral / "pytorch_model.bin")
     model = load_empty(mixtral)
     assert [cost in text and ".bin" in text for text in warnings_in(caplog)] == [True]
-    with pytest.raises(AttachError, match=r"bank='disk' is not possible: they are read from \.bin files; .*use bank='ram'"):
+    with pytest.raises(
+        AttachError, match=r"bank='disk' is not possible: they are read from \.bin files; .*use bank='ram'"
+    ):
         moecache.attach(model, 8, bank="disk")
     caplog.clear()
     given = transformers.MixtralForCausalLM.from_pretrained(
@@ -266,7 +268,9 @@ def test_conversion_into_ram_is_said_with_its_cost(tmp_path: Path, caplog) -> No
 @pytest.mark.failure("H32", "112")
 def test_cast_between_loading_and_attaching(mixtral: Path, caplog) -> None:
     eager, model = load_eager(mixtral).half(), load_empty(mixtral).half()
-    with pytest.raises(CheckpointError, match=r"loaded as torch.float32 and then cast to torch.float16; use bank='ram'"):
+    with pytest.raises(
+        CheckpointError, match=r"loaded as torch.float32 and then cast to torch.float16; use bank='ram'"
+    ):
         moecache.attach(model, 8, bank="disk")
     moecache.attach(model, 8)
     assert ["then cast to torch.float16" in text for text in warnings_in(caplog)] == [True]

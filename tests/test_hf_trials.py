@@ -62,7 +62,9 @@ def assert_equal_when_attached(model: Any, capacity: int = 4) -> None:
     with torch.no_grad():
         expected = [model(ids).logits for ids in (IDS, IDS[:1, :1])]
         moecache.attach(model, capacity)
-        assert all(torch.equal(model(ids).logits, logits) for ids, logits in zip((IDS, IDS[:1, :1]), expected))
+        assert all(
+            torch.equal(model(ids).logits, logits) for ids, logits in zip((IDS, IDS[:1, :1]), expected, strict=True)
+        )
 
 
 def with_buffer(module: Any) -> None:
@@ -116,7 +118,9 @@ def test_branch_on_the_expert_number(threshold: int) -> None:
 
 @pytest.mark.failure("C9")
 def test_flag_that_is_switched_after_attaching() -> None:
-    model = model_with(experts_class(lambda m, e, y, _: y * 2 if m.doubled else y, lambda m: setattr(m, "doubled", False)))
+    model = model_with(
+        experts_class(lambda m, e, y, _: y * 2 if m.doubled else y, lambda m: setattr(m, "doubled", False))
+    )
     moecache.attach(model, 4)
     with torch.no_grad():
         before = model(IDS).logits
@@ -171,7 +175,10 @@ def test_dropout_inside_experts_is_refused_in_training_only() -> None:
     model = model_with(experts_class(lambda m, e, y, _: nn.functional.dropout(y, 0.5, m.training)))
     assert_equal_when_attached(model)
     model.train()
-    with pytest.raises(AttachError, match=r"OddExperts computes otherwise in training mode.*model\.eval\(\)"), torch.no_grad():
+    with (
+        pytest.raises(AttachError, match=r"OddExperts computes otherwise in training mode.*model\.eval\(\)"),
+        torch.no_grad(),
+    ):
         model(IDS)
     model.eval()
     with torch.no_grad():
@@ -213,7 +220,9 @@ def test_forward_of_one_instance_is_refused() -> None:
     model = build("mixtral")
     experts = model.model.layers[1].mlp.experts
     experts.forward = lambda hidden, ids, scales: hidden
-    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1\.mlp\.experts: the forward of this instance was re"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"model\.layers\.1\.mlp\.experts: the forward of this instance was re"
+    ):
         moecache.attach(model, 4)
 
 
@@ -239,7 +248,13 @@ def test_trying_leaves_no_trace() -> None:
 @pytest.mark.failure("H30")
 @pytest.mark.parametrize("value", [[2, 2], 2])
 def test_experts_per_token_as_a_list(value: Any) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
     config = AutoConfig.for_model(
         "hunyuan_v1_moe", vocab_size=96, num_key_value_heads=2, num_experts=6, moe_topk=value, pad_token_id=0, **sizes
     )

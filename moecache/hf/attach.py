@@ -255,7 +255,9 @@ def _make_bank(model: nn.Module, layers: list[ExpertsLayer], choice: BankChoice)
 
 def _tell_implementation(layers: list[ExpertsLayer]) -> None:
     configs = [getattr(layer.module, "config", None) for layer in layers]
-    others = sorted({str(getattr(config, "_experts_implementation", None)) for config in configs} - {NAME, "eager", "None"})
+    others = sorted(
+        {str(getattr(config, "_experts_implementation", None)) for config in configs} - {NAME, "eager", "None"}
+    )
     if others:
         _log.warning(
             "the model came with experts_implementation=%r: from here on its outputs equal those of 'eager', whose last "

@@ -35,15 +35,17 @@ class _Batch(NamedTuple):
     scale: torch.Tensor
 
 
-def choose_forms(
-    modules: Sequence[nn.Module], bank: ExpertBank, top_k: int | None, device: torch.device
-) -> list[Form]:
+def choose_forms(modules: Sequence[nn.Module], bank: ExpertBank, top_k: int | None, device: torch.device) -> list[Form]:
     """A form for each layer; modules that are alike in all but their experts' parameters share a trial."""
     forms: list[Form] = []
     for number, module in enumerate(modules):
         kind = bank.layer_kind[number]
         twin = next(
-            (i for i in range(number) if bank.layer_kind[i] == kind and _alike(module, modules[i], set(bank.kinds[kind]))),
+            (
+                i
+                for i in range(number)
+                if bank.layer_kind[i] == kind and _alike(module, modules[i], set(bank.kinds[kind]))
+            ),
             None,
         )
         forms.append(choose_form(module, bank.kinds[kind], device, top_k) if twin is None else forms[twin])
@@ -343,7 +345,9 @@ def _constants(module: nn.Module) -> set[float]:
     for code in _codes(module):
         values = [*code.co_consts, *(const for const in code.co_consts if isinstance(const, tuple) for const in const)]
         values += [module.__dict__.get(name) for name in code.co_names if name != "num_experts"]
-        numbers.update(v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v))
+        numbers.update(
+            v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v)
+        )
     return numbers
 
 
