@@ -201,7 +201,7 @@ class Attachment:
     def __reduce__(self) -> Any:
         raise AttachError("an attached model cannot be pickled; use save_pretrained(), or moecache.detach(model) first")
 
-    @torch.compiler.disable(reason=NOT_RECORDED)  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason=NOT_RECORDED)  # type: ignore[untyped-decorator,no-untyped-call]
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refuse_recording()
         self.requests.before_forward(args, kwargs)
@@ -279,7 +279,7 @@ def _top_k(layers: list[ExpertsLayer]) -> int | None:
 def _experts_per_token(config: Any) -> int | None:
     for name in ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts", "num_experts_per_token"):
         value = getattr(config, name, None)
-        found = list(value) if isinstance(value, (list, tuple)) else [value]
+        found: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
         if found and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in found):
             return max(found)
     return None

@@ -106,7 +106,7 @@ class PendingExperts:
         reason = self.why_not_disk()
         if reason is None:
             layers = [{param: self._pieces(f"{name}.{param}") for param in params} for name, params in self.layers]
-            bank = ExpertBank.from_safetensors(self.index, layers, location=location or "disk", names=names)  # type: ignore[arg-type]
+            bank = ExpertBank.from_safetensors(self.index, layers, location=location or "disk", names=names)
             self._check_shapes(bank)
             return bank
         if location == "disk":

@@ -185,7 +185,7 @@ class _Trial:
         return _same_bits(self._combined(form, batch), self._forward(batch))
 
     def _forward(self, batch: _Batch) -> torch.Tensor:
-        return stock_forward(self._stock)(self._stock, *batch)  # type: ignore[no-any-return]
+        return stock_forward(self._stock)(self._stock, *batch)
 
     def _combined(self, form: Form, batch: _Batch) -> torch.Tensor:
         return combine(self._subject, form, _Shuffled(self._weights, batch.ids), *batch)
@@ -198,8 +198,8 @@ class _Trial:
         repeated = self._ids(5, min(2, self._top_k))
         yield self._batch(repeated[:, :1].expand_as(repeated).contiguous(), self._dtype)
         # Long prompts, and as many tokens as the code may distinguish, most of them of one expert.
-        tokens = {0, 1030, *(n + step for n in self._boundaries[:12] for step in (-1, 0, 1))}
-        for number in sorted(tokens):
+        lengths = {0, 1030, *(n + step for n in self._boundaries[:12] for step in (-1, 0, 1))}
+        for number in sorted(lengths):
             ids = self._ids(number, self._top_k if number < 4096 else 1)
             ids[: number - number // 8, 0] = self._experts - 1
             yield self._batch(ids, self._dtype)
