@@ -279,7 +279,7 @@ def _top_k(layers: list[ExpertsLayer]) -> int | None:
 def _experts_per_token(config: Any) -> int | None:
     for name in ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts", "num_experts_per_token"):
         value = getattr(config, name, None)
-        found: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
+        found: list[int] = list(value) if isinstance(value, (list, tuple)) else [value]
         if found and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in found):
             return max(found)
     return None

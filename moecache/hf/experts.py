@@ -85,7 +85,7 @@ def _dispatches(cls: Any) -> bool:
     return inspect.getclosurevars(forward).nonlocals.get("experts_interface") is ALL_EXPERTS_FUNCTIONS
 
 
-@torch.compiler.disable(reason=NOT_RECORDED)  # type: ignore[untyped-decorator]
+@torch.compiler.disable(reason=NOT_RECORDED)  # type: ignore[untyped-decorator,no-untyped-call]
 def experts_forward(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:

@@ -106,7 +106,7 @@ class _ApplyGuard:
                     "experts stay as the bank holds them; call moecache.detach(model) first, or load it with that "
                     "dtype and device"
                 )
-        return type(self._module)._apply(self._module, lambda t: t if t.is_meta else fn(t), recurse)
+        return type(self._module)._apply(self._module, lambda t: t if t.is_meta else fn(t), recurse)  # type: ignore[no-any-return,no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ApplyGuard:
         return _ApplyGuard(memo.get(id(self._module), self._module), self._device)
