@@ -37,8 +37,8 @@ def attach(
     """Run a model's experts from a cache; ``model.generate()`` is called as before.
 
     Outputs equal, bit by bit, those of the model with ``experts_implementation="eager"``. Other implementations
-    (``grouped_mm`` is what transformers takes by itself) differ from eager in their last bits, so a model that came with
-    one may answer otherwise than before; one line in the log says so.
+    (``grouped_mm`` is what transformers takes by itself) differ from eager in their last bits, so a model that came
+    with one may answer otherwise than before; one line in the log says so.
 
     Parameters
     ----------
@@ -279,8 +279,8 @@ def _top_k(layers: list[ExpertsLayer]) -> int | None:
 def _experts_per_token(config: Any) -> int | None:
     for name in ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts", "num_experts_per_token"):
         value = getattr(config, name, None)
-        found: list[int] = list(value) if isinstance(value, (list, tuple)) else [value]
-        if found and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in found):
+        found = [n for n in (value if isinstance(value, (list, tuple)) else [value]) if type(n) is int and n > 0]
+        if found:
             return max(found)
     return None
 
