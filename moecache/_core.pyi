@@ -21,6 +21,7 @@ class Plan:
     def empty(self) -> bool: ...
 
 class Step:
+    in_order: bool
     @property
     def thread(self) -> int: ...
     @property

@@ -913,7 +913,9 @@ cdef class Core:
         """Position of an expert whose bytes are there and that was not handed out yet, or -1."""
         cdef int i
         for i in range(step.first_open, step.unique):
-            if step.state[i] == WAITING and moe_load_acquire(&self.completed[step.slot[i]]) == step.generation[i]:
+            if step.state[i] != WAITING or not step.due(i):
+                continue
+            if moe_load_acquire(&self.completed[step.slot[i]]) == step.generation[i]:
                 step.state[i] = TAKEN
                 if step.handed_out_ns == 0:   # else `finish` has just looked at the clock
                     step.handed_out_ns = moe_now_ns()
@@ -949,7 +951,7 @@ cdef class Core:
             step.plan.clear()
             self._join(step)
             if step.deferred and self.pins[step.slot[i]] == 1:   # no other lease reads the slot
-                j = step.next_deferred(True)
+                j = step.next_deferred(not step.in_order)
                 self._give(step, j, step.slot[i])
                 step.scratch[j] = 1
             step.plan.export()
@@ -987,7 +989,7 @@ cdef class Core:
             self._join(step)
             n = self._take_slots(self.layer_kind[step.layer], min(step.deferred, max(2, step.k)), step.layer)
             for j in range(n):
-                i = step.next_deferred(True)
+                i = step.next_deferred(not step.in_order)
                 self._give(step, i, self.found.slots[j])
                 step.scratch[i] = 1
             step.plan.export()

@@ -106,6 +106,7 @@ cdef class Step:
     cdef readonly Py_ssize_t tokens, counted_tokens
     cdef readonly int k, unique, hits, missing, deferred, done
     cdef readonly bint decode, open
+    cdef public bint in_order          # hand out the lowest expert that is not done, as far as slots allow
     cdef readonly Plan plan
     cdef readonly object token_index
     cdef object _places
@@ -160,6 +161,20 @@ cdef class Step:
             if self.state[i] == DEFERRED and (best < 0 or busiest and self.tally(i) > self.tally(best)):
                 best = i
         return best
+
+    cdef bint due(self, int i) noexcept nogil:
+        # In order, the lowest that is not done; where it has no slot yet, those whose slots later waves pass through.
+        cdef int j
+        if not self.in_order or i == self.first_open:
+            return True
+        if self.state[self.first_open] != DEFERRED:
+            return False
+        if self.scratch[i]:
+            return True
+        for j in range(self.first_open, self.unique):
+            if self.scratch[j] and self.state[j] == WAITING:
+                return False
+        return True
 
     cdef void choose_scratch(self) noexcept nogil:
         # Later waves pass through a few slots only, those of the least busy newcomers, so that the first wave keeps the
@@ -333,8 +348,8 @@ cdef class Step:
         return [self.slot[i] if self.state[i] != DEFERRED else -1 for i in range(self.unique)]
 
     def pending(self):
-        """(positions, slots, generations): int32 arrays of the experts that have a slot and were not handed out yet."""
-        order = np.array([i for i in range(self.unique) if self.state[i] == WAITING], np.int32)
+        """(positions, slots, generations): int32 arrays of the experts that have a slot and may be handed out next."""
+        order = np.array([i for i in range(self.unique) if self.state[i] == WAITING and self.due(i)], np.int32)
         slots = np.array([self.slot[i] for i in order], np.int32)
         generations = np.array([self.generation[i] for i in order], np.int32)
         return order, slots, generations

@@ -53,7 +53,7 @@ class CopyError(MoeCacheError, TypeError):
 
 
 class CaptureError(MoeCacheError, RuntimeError):
-    """A cache used while the current stream captures a CUDA graph."""
+    """A call that cannot be recorded: the stream captures a CUDA graph, or the model is traced, exported or transformed."""
 
 
 class CheckpointError(MoeCacheError, ValueError):

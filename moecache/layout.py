@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from .checkpoint import CheckpointIndex, short
 from .errors import CheckpointError
@@ -67,7 +69,8 @@ class Layout:
         ----------
         index : CheckpointIndex
         layers : sequence of int, optional
-            The model's own numbers of the layers wanted; all that match when None.
+            The model's own numbers of the layers wanted; all that match when None, but for layers that only predict
+            further tokens (multi-token prediction).
 
         Returns
         -------
@@ -82,7 +85,7 @@ class Layout:
         """
         found = {template: _match(template, index) for templates in self.params.values() for template in templates}
         present = sorted(set().union(*(by_layer.keys() for by_layer in found.values())))
-        wanted = present if layers is None else [operator.index(layer) for layer in layers]
+        wanted = _decoder_layers(index, present) if layers is None else [operator.index(layer) for layer in layers]
         if not wanted:
             raise CheckpointError(
                 f"no tensor matches {', '.join(map(repr, found))}; "
@@ -117,6 +120,23 @@ class Layout:
         filled = [_fill(t, layer).split("{expert}")[0] for templates in self.params.values() for t in templates]
         common = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*filled, strict=False))
         return "".join(column[0] for column in common).rpartition(".")[0]
+
+
+def _decoder_layers(index: CheckpointIndex, present: Sequence[int]) -> list[int]:
+    """Those of the layers that a model decodes with: some checkpoints hold one more, to predict further tokens with.
+
+    Such a layer lies behind the ``num_hidden_layers`` of the configuration beside the files, and has an ``eh_proj``.
+    """
+    config = Path(index.files[0]).with_name("config.json")
+    try:
+        described = json.loads(config.read_bytes())
+        count = described.get("text_config", described).get("num_hidden_layers")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        count = None
+    if isinstance(count, int) and count > 0 and present and present[0] < count:
+        return [layer for layer in present if layer < count]
+    further = {int(match[1]) for name in index.tensors if (match := re.search(r"layers\.([0-9]+)\.eh_proj\.", name))}
+    return [layer for layer in present if layer not in further] if further < set(present) else list(present)
 
 
 def _fill(template: str, layer: int, expert: int | str = "{expert}") -> str:

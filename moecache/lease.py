@@ -73,6 +73,18 @@ class Lease:
         begin, end = self._at
         return torch.from_numpy(self._step.topk_position[begin:end])
 
+    @property
+    def in_order(self) -> bool:
+        """Whether :meth:`ready` yields experts in ascending order as far as the slots allow, rather than as they land.
+
+        May be set at any time; for who must keep results until those of lower experts are there, and has kept enough.
+        """
+        return self._step.in_order
+
+    @in_order.setter
+    def in_order(self, value: bool) -> None:
+        self._step.in_order = value
+
     def ready(self) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yield ``(expert, slot, tokens)`` for every expert of the step: those already there first, then each as it
         lands.

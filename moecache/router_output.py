@@ -19,7 +19,7 @@ UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 def ids_on_cpu(ids: Any, device: torch.device, layer: int) -> torch.Tensor:
     # Ids may come as anything array-like; on another device only if it is the cache's own.
     try:
-        tensor: torch.Tensor = torch.as_tensor(ids)
+        tensor: torch.Tensor = ids if isinstance(ids, torch.Tensor) else torch.as_tensor(ids, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise RoutingError(
             f"layer {layer}: ids cannot be made a tensor ({error}); expected integers [tokens, k]"

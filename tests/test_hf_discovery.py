@@ -20,7 +20,7 @@ import moecache.hf
 from moecache.bank import ParamSpec
 from moecache.errors import UnsupportedModelError
 from moecache.hf.experts import discover
-from moecache.hf.forms import choose_form
+from moecache.hf.trials import choose_form
 
 torch.set_num_threads(1)  # the models are tiny: a second thread would only wait at barriers
 
@@ -54,6 +54,7 @@ class AnySize:
 @pytest.mark.failure("68", "73")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("module_name", "class_name"), CLASSES, ids=[name for _, name in CLASSES])
+@pytest.mark.failure("68", "73")
 def test_every_class_has_a_bit_equal_form(module_name: str, class_name: str, dtype: torch.dtype) -> None:
     module = getattr(importlib.import_module(module_name), class_name)(AnySize()).to(dtype)
     with torch.no_grad():
@@ -63,7 +64,7 @@ def test_every_class_has_a_bit_equal_form(module_name: str, class_name: str, dty
     specs = {name: ParamSpec(tuple(p.shape[1:]), p.dtype) for name, p in layer.params.items()}
     form = choose_form(module, specs, torch.device("cpu"))
     # The slow way through the class's own forward is for classes to come, and for one that computes in float32.
-    assert form.product.__name__ in ("_plain", "_by_flags") or class_name == "OpenAIPrivacyFilterExperts"
+    assert form.product.__name__ in ("plain", "by_flags") or class_name == "OpenAIPrivacyFilterExperts"
 
 
 @pytest.mark.failure("72")
@@ -88,7 +89,7 @@ def test_class_of_an_unknown_form_runs_through_its_own_forward() -> None:
     module = Doubled(AnySize())
     (layer,) = discover(module)
     specs = {name: ParamSpec(tuple(p.shape[1:]), p.dtype) for name, p in layer.params.items()}
-    assert choose_form(module, specs, torch.device("cpu")).product.__name__ == "_by_stock"
+    assert choose_form(module, specs, torch.device("cpu")).product.__name__ == "by_stock"
     Doubled.forward.__wrapped__ = lambda self, hidden_states, *_: hidden_states.sum().expand_as(hidden_states)
     with pytest.raises(UnsupportedModelError, match="no way was found to compute one expert at a time"):
         choose_form(module, specs, torch.device("cpu"))
@@ -161,6 +162,7 @@ WHOLE_MODELS = [
 @pytest.mark.failure("70")
 @pytest.mark.parametrize("family", WHOLE_MODELS)
 @torch.no_grad()
+@pytest.mark.failure("44", "64", "70", "71", "107")
 def test_whole_model(family: str) -> None:
     if family not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")

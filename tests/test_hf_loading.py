@@ -49,6 +49,7 @@ def assert_same_logits(model, folder: Path, **kwargs) -> None:
 
 @pytest.mark.failure("104")
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.failure("71")
 def test_experts_stay_on_meta(family: str, tmp_path: Path) -> None:
     save(family, tmp_path)
     model = load_empty(tmp_path)
@@ -98,6 +99,7 @@ def test_device_map_of_one_device(mixtral: Path) -> None:
 
 @pytest.mark.failure("83")
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
+@pytest.mark.failure("83", "H33")
 def test_another_dtype_is_converted_into_ram_only(family: str, tmp_path: Path) -> None:
     save(family, tmp_path, torch.bfloat16)
     model = load_empty(tmp_path, dtype=torch.float32)
@@ -144,6 +146,7 @@ def test_another_layout_is_converted_into_ram_only(tmp_path: Path) -> None:
         conversion_mapping.USER_REGISTERED_MAPPINGS.discard("GptOssForCausalLM")
 
 
+@pytest.mark.failure("80", "H33")
 def test_quantised_checkpoint_is_dequantised_into_ram_only(tmp_path: Path) -> None:
     """gpt-oss as it is on the hub: blocks and scales, made into one tensor a layer by transformers."""
     save("gpt_oss", tmp_path, torch.bfloat16, intermediate_size=32)
@@ -248,3 +251,30 @@ def test_checkpoint_changed_before_attach(mixtral: Path) -> None:
     with pytest.raises(CheckpointError, match="changed since"):
         moecache.attach(model, 4)
     assert not hasattr(model, "moecache")
+
+
+@pytest.mark.failure("H34")
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("described", [True, False], ids=["config", "names only"])
+def test_layer_that_predicts_further_tokens_is_not_counted(family: str, described: bool, tmp_path: Path) -> None:
+    """DeepSeek-V3 and GLM-4.5 store one more MoE layer behind the last; the decoder never runs it."""
+    save(family, tmp_path)
+    file = one_file(tmp_path)
+
+    def add_layer(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("model.layers.2.")]:
+            tensors[name.replace("layers.2.", "layers.3.")] = tensors[name].clone()
+        tensors["model.layers.3.eh_proj.weight"] = torch.ones(32, 64)
+
+    change(file, add_layer)
+    if not described:
+        (tmp_path / "config.json").unlink()
+    bank = moecache.ExpertBank.from_safetensors(tmp_path, family)
+    assert [name.split(".")[2] for name in bank.layer_names] == ["1", "2"]
+    assert len(moecache.ExpertBank.from_safetensors(tmp_path, family, layers=[3]).num_experts) == 1
+    if described:
+        model = load_empty(tmp_path)
+        assert moecache.attach(model, 4).bank.layer_names == (
+            "model.layers.1.mlp.experts",
+            "model.layers.2.mlp.experts",
+        )

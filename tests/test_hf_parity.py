@@ -61,7 +61,7 @@ def assert_equal_runs(model, eager) -> None:
         assert all(torch.equal(a, b) for a, b in zip(ours.logits, theirs.logits, strict=True))
 
 
-@pytest.mark.failure("43", "44", "64", "107")
+@pytest.mark.failure("43", "44", "64", "71", "73", "107")
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "family", [pytest.param(family, marks=[pytest.mark.parity] * (family in PARITY)) for family in FAMILIES]
@@ -86,6 +86,7 @@ def test_bit_equal_at_any_capacity(checkpoints, family: str, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.failure("121")
 def test_resident_model_is_adopted_and_restored(checkpoints, family: str) -> None:
     folder = checkpoints[family, torch.float32]
     eager, model = load_eager(folder), load_eager(folder)
@@ -138,7 +139,7 @@ def test_one_expert(tmp_path: Path) -> None:
     assert cache.stats().evictions > 0
 
 
-@pytest.mark.failure("65")
+@pytest.mark.failure("65", "68")
 def test_layers_of_different_counts_and_sizes() -> None:
     """As in a pruned model: fewer and narrower experts in one layer, each size with slots of its own."""
     eager = aligned(build("mixtral", num_hidden_layers=3))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import logging
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -11,33 +11,42 @@ from typing import Any, Literal
 import torch
 import transformers
 from torch import nn
-from torch.nn.utils import parametrize
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..bank import ExpertBank
 from ..cache import ExpertCache
 from ..checkpoint import CheckpointIndex
-from ..errors import AttachError, UnsupportedModelError
+from ..errors import AttachError
 from .experts import NAME, ExpertsLayer, LayerState, discover
-from .forms import Form, choose_form
+from .forms import Form
 from .generation import GenerateWatch
+from .guards import NOT_RECORDED, check_attachable, guard, refuse_load, refuse_recording, unguard
+from .loading import kept_out, loaded_whole
 from .requests import Requests
+from .trials import choose_forms
 
 __all__ = ["Attachment", "attach", "detach", "load"]
 
 BankChoice = Literal["disk", "ram"] | None
 
+_log = logging.getLogger("moecache")
+
 
 def attach(
     model: PreTrainedModel, capacity: int | float | str = 0.25, *, bank: BankChoice = None, **options: Any
 ) -> ExpertCache:
-    """Run a model's experts from a cache; ``model.generate()`` and the model's outputs do not change.
+    """Run a model's experts from a cache; ``model.generate()`` is called as before.
+
+    Outputs equal, bit by bit, those of the model with ``experts_implementation="eager"``. Other implementations
+    (``grouped_mm`` is what transformers takes by itself) differ from eager in their last bits, so a model that came
+    with one may answer otherwise than before; one line in the log says so.
 
     Parameters
     ----------
     model : PreTrainedModel
         Loaded with ``experts_implementation="moecache"`` (the experts are still in the checkpoint), or as usual (the
-        experts in memory become the bank, without a copy).
+        experts in memory become the bank, without a copy). A module around such a model (of PEFT, of ``torch.compile``)
+        or the base model inside one will do.
     capacity : int, float or str
         How many experts the cache holds; see :class:`moecache.ExpertCache`.
     bank : {"disk", "ram"}, optional
@@ -56,23 +65,33 @@ def attach(
     UnsupportedModelError
         The model has no MoE layers, or experts of a form the library does not know.
     AttachError
-        The model is attached already, or hooked or wrapped by another library.
+        The model is attached already, or hooked or wrapped by another library, or ``bank="disk"`` and its experts were
+        not kept out.
     CheckpointError
         Experts are not found whole, or ``bank="disk"`` and the checkpoint's bytes are not the parameters' bytes.
     """
+    model = _inner(model)
     layers = discover(model)
-    _check_attachable(model, layers)
-    expert_bank = _make_bank(model, layers, bank)
-    try:
-        device = _device(model)
-        forms = _choose_forms(layers, expert_bank, device)
-        for name, value in {"device": device, "top_k": _top_k(layers), "sentinel": _sentinel(layers)}.items():
-            options.setdefault(name, value)
-        cache = ExpertCache(expert_bank, capacity, **options)
-    except BaseException:
-        expert_bank.close()
-        raise
-    Attachment(model, layers, forms, cache).install()
+    check_attachable(model, layers)
+    # What is made here outlives the caller's inference mode and is used outside of it.
+    with torch.inference_mode(False), torch.no_grad():
+        expert_bank = _make_bank(model, layers, bank)
+        try:
+            device, top_k = _device(model), _top_k(layers)
+            forms = choose_forms([layer.module for layer in layers], expert_bank, top_k, device)
+            for name, value in {"device": device, "top_k": top_k, "sentinel": _sentinel(layers)}.items():
+                options.setdefault(name, value)
+            cache = ExpertCache(expert_bank, capacity, **options)
+        except BaseException:
+            expert_bank.close()
+            raise
+        _tell_implementation(layers)
+        attachment = Attachment(model, layers, forms, cache)
+        try:
+            attachment.install()
+        except BaseException:
+            attachment.remove()
+            raise
     return cache
 
 
@@ -84,6 +103,7 @@ def detach(model: PreTrainedModel) -> None:
     AttachError
         The model is not attached, or is a copy of the one that is.
     """
+    model = _inner(model)
     attachment = model.__dict__.get("_moecache_attachment")
     if attachment is None:
         raise AttachError(f"this {type(model).__name__} is not attached")
@@ -147,7 +167,7 @@ class Attachment:
             module: Any = layer.module
             self._handles += [
                 module.register_state_dict_post_hook(_StreamBack(self, number)),
-                module.register_load_state_dict_pre_hook(_refuse_load),
+                module.register_load_state_dict_pre_hook(refuse_load),
             ]
         self._switch_implementation()
         self._handles += [
@@ -157,15 +177,15 @@ class Attachment:
         if hasattr(self.model, "generate"):
             generate: Any = self.model.generate
             self.model.__dict__["generate"] = GenerateWatch(self.model, generate, self.requests)
-        self._guard()
+        self._guarded = guard(self.model, self.layers, self.cache.device)
         self.model.__dict__["_moecache_attachment"] = self
         self.model.__dict__["moecache"] = self.cache
 
     def remove(self) -> None:
-        self.requests.end()
         try:
+            self.requests.end()
             self.cache.close()
-        finally:  # what it could not write is raised when the model is whole again
+        finally:  # a history that cannot be written must not leave a model half attached
             self._restore()
 
     def _restore(self) -> None:
@@ -175,9 +195,7 @@ class Attachment:
         for layer in self.layers:
             layer.module._parameters.update(layer.params)
             layer.module.__dict__.pop("_moecache", None)
-        for module in self._guarded:
-            for name in ("_apply", "set_experts_implementation"):
-                module.__dict__.pop(name, None)
+        unguard(self._guarded)
         for config, implementation in self._implementations:
             config._experts_implementation_internal = implementation
         for name in ("_moecache_attachment", "moecache", "generate"):
@@ -190,48 +208,20 @@ class Attachment:
     def __reduce__(self) -> Any:
         raise AttachError("an attached model cannot be pickled; use save_pretrained(), or moecache.detach(model) first")
 
+    @torch.compiler.disable(reason=NOT_RECORDED)  # type: ignore[untyped-decorator,no-untyped-call]
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        refuse_recording()
         self.requests.before_forward(args, kwargs)
 
+    @torch.compiler.disable(reason=NOT_RECORDED)  # type: ignore[untyped-decorator,no-untyped-call]
     def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.requests.after_forward(output)
 
     def _switch_implementation(self) -> None:
-        found: list[Any] = [self.model.config, *(layer.module.config for layer in self.layers)]
-        for config in {id(config): config for config in found}.values():
+        found: list[Any] = [getattr(self.model, "config", None), *(layer.module.config for layer in self.layers)]
+        for config in {id(config): config for config in found if config is not None}.values():
             self._implementations.append((config, config._experts_implementation))
             config._experts_implementation_internal = NAME
-
-    def _guard(self) -> None:
-        """Refuse casts and moves wherever they would reach an experts module."""
-        names = [layer.name for layer in self.layers]
-        for path, module in self.model.named_modules():
-            if path == "" or any(name == path or name.startswith(path + ".") for name in names):
-                module.__dict__["_apply"] = _ApplyGuard(module, self.cache.device)
-                self._guarded.append(module)
-        self.model.__dict__["set_experts_implementation"] = _refuse_switch
-
-
-class _ApplyGuard:
-    """Stands in for ``Module._apply``, which ``.to()``, ``.half()``, ``.cuda()`` and the like all call."""
-
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._module, self._device = module, device
-
-    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        params = self._module.parameters()
-        for dtype, device in {(p.dtype, self._device if p.device.type == "meta" else p.device) for p in params}:
-            changed = fn(torch.empty(0, dtype=dtype, device=device))
-            if changed.dtype != dtype or changed.device != device:
-                raise AttachError(
-                    f"an attached model cannot go from {dtype} on {device} to {changed.dtype} on {changed.device}: its "
-                    "experts stay as the bank holds them; call moecache.detach(model) first, or load it with that "
-                    "dtype and device"
-                )
-        return self._module
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ApplyGuard:
-        return _ApplyGuard(memo.get(id(self._module), self._module), self._device)
 
 
 class _StreamBack:
@@ -249,55 +239,23 @@ class _StreamBack:
         state_dict.update({prefix + name: tensor for name, tensor in tensors.items()})
 
 
-def _refuse_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    if any(key.startswith(prefix) for key in state_dict):
-        raise AttachError(
-            f"load_state_dict() would not reach the experts in the bank ({prefix}*); call moecache.detach(model) first"
-        )
+def _inner(model: nn.Module) -> Any:
+    """The transformers model itself, where a wrapper (of PEFT, of torch.compile) is handed over."""
+    if isinstance(model, PreTrainedModel):
+        return model
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
 
 
-def _refuse_switch(experts_implementation: Any) -> None:
-    raise AttachError(
-        f"the experts of an attached model are in a cache; call moecache.detach(model) before switching to "
-        f"experts_implementation={experts_implementation!r}"
-    )
-
-
-def _check_attachable(model: PreTrainedModel, layers: list[ExpertsLayer]) -> None:
-    if "_moecache_attachment" in model.__dict__ or any("_moecache" in layer.module.__dict__ for layer in layers):
-        raise AttachError(f"this {type(model).__name__} is attached already; call moecache.detach(model) first")
-    wrapped = {
-        id(base) for module in model.modules() if isinstance(base := getattr(module, "base_layer", None), nn.Module)
-    }
-    for name, module in model.named_modules():
-        if hasattr(module, "_hf_hook"):
-            raise AttachError(
-                f"accelerate has hooks on {name or 'the model'} (device_map offloading), which would move what the "
-                "cache moves; load without offloading, or call accelerate.hooks.remove_hook_from_submodules(model)"
-            )
-    for layer in layers:
-        if id(layer.module) in wrapped or parametrize.is_parametrized(layer.module):
-            raise UnsupportedModelError(
-                f"{layer.name}: its parameters are wrapped (an adapter, a parametrization), which paging would drop; "
-                "merge it into the weights first"
-            )
-        for key, param in layer.params.items():
-            if type(param) is not nn.Parameter or type(param.data) is not torch.Tensor:
-                raise UnsupportedModelError(
-                    f"{layer.name}.{key} is a {type(param.data).__name__}, whose bytes are not a plain tensor's"
-                )
-
-
-def _make_bank(model: PreTrainedModel, layers: list[ExpertsLayer], choice: BankChoice) -> ExpertBank:
+def _make_bank(model: nn.Module, layers: list[ExpertsLayer], choice: BankChoice) -> ExpertBank:
     if choice not in ("disk", "ram", None):
         raise AttachError(f"bank is {choice!r}; expected 'disk', 'ram' or None")
-    pending = model.__dict__.get("_moecache_pending")
-    if pending is not None and all(p.device.type == "meta" for layer in layers for p in layer.params.values()):
-        location = choice or ("disk" if pending.why_not_disk() is None else "ram")
-        return pending.make_bank(model, location)  # type: ignore[no-any-return]
+    pending = kept_out(layers)
+    if pending is not None:
+        return pending.make_bank(model, choice)
     if choice == "disk":
         raise AttachError(
-            "bank='disk' needs a model whose experts were kept out: load it with "
+            loaded_whole(layers)
+            or "bank='disk' needs a model whose experts were kept out: load it with "
             f"from_pretrained(..., experts_implementation={NAME!r}) after `import moecache.hf`"
         )
     return ExpertBank.from_tensors(
@@ -306,23 +264,36 @@ def _make_bank(model: PreTrainedModel, layers: list[ExpertsLayer], choice: BankC
     )
 
 
-def _device(model: PreTrainedModel) -> torch.device:
+def _tell_implementation(layers: list[ExpertsLayer]) -> None:
+    configs = [getattr(layer.module, "config", None) for layer in layers]
+    others = sorted(
+        {str(getattr(config, "_experts_implementation", None)) for config in configs} - {NAME, "eager", "None"}
+    )
+    if others:
+        _log.warning(
+            "the model came with experts_implementation=%r: from here on its outputs equal those of 'eager', whose last "
+            "bits may differ (in bfloat16 now and then a word); load it with 'eager' to compare",
+            ", ".join(others),
+        )
+
+
+def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
 
 
-def _choose_forms(layers: list[ExpertsLayer], bank: ExpertBank, device: torch.device) -> list[Form]:
-    known: dict[tuple[type, int], Form] = {}
-    for number, layer in enumerate(layers):
-        key = type(layer.module), bank.layer_kind[number]
-        if key not in known:
-            known[key] = choose_form(layer.module, bank.kinds[bank.layer_kind[number]], device)
-    return [known[type(layer.module), bank.layer_kind[number]] for number, layer in enumerate(layers)]
-
-
 def _top_k(layers: list[ExpertsLayer]) -> int | None:
-    values = {getattr(layer.module.config, "num_experts_per_tok", None) for layer in layers}
-    value = values.pop() if len(values) == 1 else None
-    return value if isinstance(value, int) else None
+    """Experts per token as the configuration has it; the most of any layer where it differs."""
+    values = [value for layer in layers if (value := _experts_per_token(layer.module.config)) is not None]
+    return max(values) if len(values) == len(layers) else None
+
+
+def _experts_per_token(config: Any) -> int | None:
+    for name in ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts", "num_experts_per_token"):
+        value = getattr(config, name, None)
+        found = [n for n in (value if isinstance(value, (list, tuple)) else [value]) if type(n) is int and n > 0]
+        if found:
+            return max(found)
+    return None
 
 
 def _sentinel(layers: list[ExpertsLayer]) -> int | None:

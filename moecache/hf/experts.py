@@ -12,6 +12,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 
 from ..errors import AttachError, UnsupportedModelError
 from .forms import Form, combine, stock_forward
+from .guards import NOT_RECORDED, refuse_changed, refuse_recording
 
 if TYPE_CHECKING:
     from .attach import Attachment
@@ -84,7 +85,7 @@ def _dispatches(cls: Any) -> bool:
     return inspect.getclosurevars(forward).nonlocals.get("experts_interface") is ALL_EXPERTS_FUNCTIONS
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable(reason=NOT_RECORDED)  # type: ignore[untyped-decorator,no-untyped-call]
 def experts_forward(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -105,13 +106,20 @@ def experts_forward(
     Raises
     ------
     AttachError
-        The module is not attached and its experts are not in memory, or it is trained.
+        The module is not attached and its experts are not in memory, it is trained, or its parameters were changed.
+    CaptureError
+        The call is being traced, exported or transformed.
     ClosedError
         The cache was closed.
     """
     state: LayerState | None = self.__dict__.get("_moecache")
     if state is None:
         return _unattached(self, hidden_states, top_k_index, top_k_weights)
+    refuse_recording(hidden_states, top_k_index)
+    refuse_changed(self, state.attachment.layers[state.layer])
+    refuses = state.form.refuses
+    if refuses:
+        _check_way_of_running(self, refuses, hidden_states.device.type)
     if not torch.is_grad_enabled():
         return _routed(self, state, hidden_states, top_k_index, top_k_weights)
     if self.training:
@@ -123,6 +131,19 @@ def experts_forward(
     if hidden_states.requires_grad or top_k_weights.requires_grad:
         return _InferenceOnly.apply(result, hidden_states, top_k_weights)  # type: ignore[no-any-return,no-untyped-call]
     return result
+
+
+def _check_way_of_running(module: nn.Module, refuses: frozenset[str], device: str) -> None:
+    if "training" in refuses and module.training:
+        raise AttachError(
+            f"{type(module).__name__} computes otherwise in training mode, which moecache cannot follow bit by bit; "
+            "call model.eval(), or moecache.detach(model)"
+        )
+    if "autocast" in refuses and torch.is_autocast_enabled(device):
+        raise AttachError(
+            f"{type(module).__name__} under autocast cannot be computed with the bits of its own forward; load the model "
+            "with the dtype it is to run in, or call moecache.detach(model)"
+        )
 
 
 def _routed(

@@ -3,21 +3,21 @@
 transformers describes how a checkpoint's tensors become a model's parameters by renamings and converters. The same
 description, applied to the names alone, says where each expert's bytes lie. Where those bytes are the parameter's own
 (experts stacked, gate and up joined) they can be read from the checkpoint at any time; where they are not (another
-dtype, a transposition, a quantised format) transformers' converters make them, one group of tensors at a time.
+dtype, a transposition, a quantised format) transformers' converters make them, one group of tensors at a time. Where
+experts cannot be kept out, one line says why and what it costs.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import re
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NoReturn
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
@@ -31,10 +31,15 @@ from transformers.core_model_loading import (
 
 from ..bank import ExpertBank
 from ..checkpoint import CheckpointIndex
-from ..errors import CheckpointError, UnsupportedModelError
+from ..errors import AttachError, CheckpointError, UnsupportedModelError
 from .experts import NAME, ExpertsLayer, discover
+from .guards import check_decompressed
+from .mapped import mapped_tensors
 
-__all__ = ["PendingExperts", "keep_experts_out"]
+__all__ = ["PendingExperts", "keep_experts_out", "kept_out", "loaded_whole"]
+
+_log = logging.getLogger("moecache")
+_PENDING, _WHOLE = "_moecache_pending", "_moecache_whole"
 
 
 @dataclass
@@ -59,6 +64,10 @@ class PendingExperts:
     layers: list[tuple[str, dict[str, tuple[torch.Size, torch.dtype]]]]  # module name; each parameter's shape, dtype
     conversions: dict[str, Conversion]  # by the parameter's full name
     quantizer: Any
+    cast_to: Mapping[str, torch.dtype] = field(default_factory=dict)  # of parameters that were cast after loading
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PendingExperts:
+        return self  # it only says where bytes are
 
     def why_not_disk(self) -> str | None:
         """Why the checkpoint's bytes are not the parameters' bytes, or None if they are."""
@@ -76,6 +85,8 @@ class PendingExperts:
 
     def _why_not_plain(self, full_name: str, shape: torch.Size, dtype: torch.dtype) -> str | None:
         conversion = self.conversions[full_name]
+        if full_name in self.cast_to:
+            return f"{full_name} was loaded as {dtype} and then cast to {self.cast_to[full_name]}"
         steps = [] if conversion.transform is None else conversion.transform.operations
         merges = [isinstance(step, MergeModulelist) and step.dim == 0 for step in steps]
         joins = [isinstance(step, Concatenate) and step.dim == 1 for step in steps]
@@ -89,23 +100,39 @@ class PendingExperts:
             return f"{full_name} is one tensor {tuple(shape)}, the checkpoint's is of another shape"
         return None
 
-    def make_bank(self, model: nn.Module, location: str) -> ExpertBank:
+    def make_bank(self, model: nn.Module, location: Literal["disk", "ram"] | None) -> ExpertBank:
         """A bank on the checkpoint's files, or of experts read (and converted if need be) into memory."""
         names = [name for name, _ in self.layers]
         reason = self.why_not_disk()
         if reason is None:
             layers = [{param: self._pieces(f"{name}.{param}") for param in params} for name, params in self.layers]
-            bank = ExpertBank.from_safetensors(self.index, layers, location=location, names=names)  # type: ignore[arg-type]
+            bank = ExpertBank.from_safetensors(self.index, layers, location=location or "disk", names=names)
             self._check_shapes(bank)
             return bank
         if location == "disk":
             raise CheckpointError(f"bank='disk' is not possible: {reason}; use bank='ram'")
+        wanted = {f"{name}.{param}" for name, params in self.layers for param in params}
+        used = {id(self.conversions[name]): self.conversions[name] for name in sorted(wanted)}
+        stored = {name for conversion in used.values() for name in conversion.names}
+        _log.warning(
+            "all experts are converted into RAM, %s bytes (%s bytes in the checkpoint): %s",
+            f"{self._nbytes():,}",
+            f"{sum(self.index.tensors[name].nbytes for name in stored):,}",
+            reason,
+        )
         converted: dict[str, torch.Tensor] = {}
-        for conversion in self.conversions.values():
-            if conversion.renamed not in converted:
-                converted.update(self._convert(conversion, model))
+        for conversion in used.values():
+            made = self._convert(conversion, model)
+            converted.update((name, tensor) for name, tensor in made.items() if name in wanted)
         return ExpertBank.from_tensors(
             [{param: converted[f"{name}.{param}"] for param in params} for name, params in self.layers], names=names
+        )
+
+    def _nbytes(self) -> int:
+        return sum(
+            shape.numel() * self.cast_to.get(f"{name}.{param}", dtype).itemsize
+            for name, params in self.layers
+            for param, (shape, dtype) in params.items()
         )
 
     def _pieces(self, full_name: str) -> list[str | list[str]]:
@@ -149,7 +176,7 @@ class PendingExperts:
                     f"{tuple(tensor.shape)}, {tensor.dtype}; "
                     f"the model expects {tuple(shapes[target])}, {dtypes[target]}"
                 )
-            result[target] = tensor.detach().contiguous()
+            result[target] = tensor.detach().to(self.cast_to.get(target)).contiguous()
         return result
 
     def _reader(
@@ -157,7 +184,7 @@ class PendingExperts:
     ) -> Callable[[], torch.Tensor]:
         dtype = dtypes.get(conversion.renamed)
         if self.quantizer is not None and self.quantizer.pre_quantized:
-            stored = torch.empty(0, dtype=self.index.tensors[name].dtype)
+            stored = torch.empty(0, dtype=self.index.tensors[name].dtype, device="cpu")
             if hasattr(self.quantizer, "get_new_dtype"):
                 dtype = self.quantizer.get_new_dtype(mapping, stored, dtype)
             elif not stored.is_floating_point() or stored.element_size() == 1:
@@ -179,50 +206,143 @@ def keep_experts_out() -> None:
         load_config: Any,
         expected_keys: list[str] | None = None,
     ) -> tuple[Any, Any]:
-        layers = _requested(model)
-        readable = checkpoint_files and all(str(file).endswith(".safetensors") for file in checkpoint_files)
-        quantises = load_config.hf_quantizer is not None and not load_config.hf_quantizer.pre_quantized
-        if not layers or state_dict is not None or not readable or quantises:
+        # The files of an adapter come with the keys that are expected of them; they hold no model.
+        if expected_keys is not None or not _asked_for(model):
             return stock(model, state_dict, checkpoint_files, load_config, expected_keys)
-        pending = _locate(model, layers, CheckpointIndex(checkpoint_files), load_config)  # type: ignore[arg-type]
+        _refuse_placement(load_config)
+        check_decompressed(model)
+        layers, reason = _layers_to_keep_out(model, state_dict, checkpoint_files, load_config)
+        if reason is not None:
+            _tell_whole(model, layers, reason)
+            return stock(model, state_dict, checkpoint_files, load_config, expected_keys)
+        pending, ignored = _locate(model, layers, CheckpointIndex(checkpoint_files), load_config)  # type: ignore[arg-type]
         kept_out = {name for conversion in pending.conversions.values() for name in conversion.names}
+        needed = [name for name in pending.index.tensors if name not in kept_out and name not in ignored]
+        rest: dict[str, Any] = mapped_tensors(
+            pending.index, needed, read=bool(getattr(load_config, "disable_mmap", False))
+        )
+        rest.update((name, torch.empty(pending.index.tensors[name].shape, device="meta")) for name in ignored)
         expected = [key for key in model.state_dict() if key not in pending.conversions]
-        with ExitStack() as stack:
-            rest: dict[str, Any] = {}
-            for file in pending.index.files:
-                handle = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
-                names = set(handle.keys()) - kept_out
-                rest.update({name: handle.get_slice(name) for name in names})
-            info, offload_index = stock(model, rest, checkpoint_files, load_config, expected)
+        info, offload_index = stock(model, rest, checkpoint_files, load_config, expected)
         info.missing_keys.difference_update(pending.conversions)
         for layer in layers:
             for param in layer.params.values():
                 param._is_hf_initialized = True  # type: ignore[attr-defined]  # or transformers would fill them
-        model.__dict__["_moecache_pending"] = pending
+            layer.module.__dict__[_PENDING] = pending, layer.name
         return info, offload_index
 
     load._keeps_experts_out = True  # type: ignore[attr-defined]
     setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(load))  # noqa: B010
+    _refuse_distributed_checkpoints()
 
 
-def _requested(model: PreTrainedModel) -> list[ExpertsLayer]:
-    """The experts modules whose configuration asks for moecache and that are still without bytes."""
+def _refuse_distributed_checkpoints() -> None:
+    """The loader of checkpoints that were saved by several ranks is another one, which knows nothing of keeping out."""
+    name = "_load_and_finalize_distributed_pretrained_model"
+    stock = getattr(PreTrainedModel, name, None)
+    if stock is None:
+        return  # before transformers had one
+
+    @functools.wraps(stock)
+    def load(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if _asked_for(self):
+            _refuse("a checkpoint saved by several ranks")
+        return stock(self, *args, **kwargs)
+
+    setattr(PreTrainedModel, name, load)
+
+
+def kept_out(layers: Sequence[ExpertsLayer]) -> PendingExperts | None:
+    """Where the experts of these layers are, if they were kept out of the model and have no bytes yet."""
+    stamps = [layer.module.__dict__.get(_PENDING) for layer in layers]
+    if None in stamps or any(not param.is_meta for layer in layers for param in layer.params.values()):
+        return None
+    pendings = {id(pending): pending for pending, _ in stamps}  # type: ignore[misc]
+    if len(pendings) > 1:
+        raise AttachError("these experts were kept out of several models; attach each model by itself")
+    pending: PendingExperts = stamps[0][0]  # type: ignore[index]
+    described = dict(pending.layers)
+    cast_to = {}
+    for layer, (_, name) in zip(layers, stamps, strict=True):  # type: ignore[misc]
+        for key, param in layer.params.items():
+            if key not in described[name] or described[name][key][0] != param.shape:
+                raise AttachError(
+                    f"{name}.{key} is of shape {tuple(param.shape)} and was another when the model was loaded; load it again"
+                )
+            if param.dtype != described[name][key][1]:
+                cast_to[f"{name}.{key}"] = param.dtype
+    names = [name for _, name in stamps]  # type: ignore[misc]
+    return replace(pending, layers=[(name, described[name]) for name in names], cast_to=cast_to)
+
+
+def loaded_whole(layers: Sequence[ExpertsLayer]) -> str | None:
+    """Why experts that were to be kept out are in memory all the same; None where nobody asked for that."""
+    reason = next((layer.module.__dict__[_WHOLE] for layer in layers if _WHOLE in layer.module.__dict__), None)
+    return None if reason is None else f"bank='disk' is not possible: {reason}; use bank='ram'"
+
+
+def _asked_for(model: nn.Module) -> bool:
+    configs = (module.__dict__.get("config") for module in model.modules())
+    return any(getattr(config, "_experts_implementation", None) == NAME for config in configs)
+
+
+def _refuse(what: str) -> NoReturn:
+    raise AttachError(
+        f"experts_implementation={NAME!r} does not go with {what}: its cache feeds one device of one process; load "
+        "without it, or with another experts_implementation"
+    )
+
+
+def _refuse_placement(load_config: Any) -> None:
+    if getattr(load_config, "device_mesh", None) is not None:
+        _refuse("distributed_config or tp_plan over several ranks")
+    places = {str(place) for place in (load_config.device_map or {}).values()}
+    if len(places) > 1 or "disk" in places:
+        _refuse(
+            f"a device_map over {', '.join(sorted(places))} (the experts need no place of their own: name one device, such "
+            "as device_map='cuda')"
+        )
+
+
+def _layers_to_keep_out(
+    model: PreTrainedModel, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any
+) -> tuple[list[ExpertsLayer], str | None]:
+    """The layers, and why their experts cannot be kept out, or None."""
     try:
         layers = discover(model)
-    except UnsupportedModelError:
-        return []  # attach() says why; loading as usual harms nothing
-    return [
-        layer
-        for layer in layers
-        if getattr(layer.module.config, "_experts_implementation", None) == NAME
-        and all(param.device.type == "meta" for param in layer.params.values())
-    ]
+    except UnsupportedModelError as error:
+        return [], str(error)
+    quantizer = load_config.hf_quantizer
+    files = [str(file) for file in checkpoint_files or ()]
+    others = sorted({file.rpartition(".")[2] for file in files if not file.endswith(".safetensors")})
+    if others:
+        return layers, f"they are read from .{', .'.join(others)} files; experts stay in safetensors files only"
+    if state_dict is not None or not files:
+        return layers, "they came as a state_dict"
+    if quantizer is not None and not quantizer.pre_quantized:
+        method = quantizer.quantization_config.quant_method
+        return layers, f"they are quantised while loading ({getattr(method, 'value', method)})"
+    ready = [layer.name for layer in layers if any(not param.is_meta for param in layer.params.values())]
+    if ready:
+        return layers, f"{ready[0]} was made in memory before loading"
+    return layers, None
+
+
+def _tell_whole(model: nn.Module, layers: Sequence[ExpertsLayer], reason: str) -> None:
+    params = [param for layer in layers for param in layer.params.values()] or list(model.parameters())
+    nbytes = sum(param.numel() * param.dtype.itemsize for param in params)
+    _log.warning("experts are not kept out but loaded into memory, %s bytes: %s", f"{nbytes:,}", reason)
+    for layer in layers:
+        layer.module.__dict__[_WHOLE] = reason
 
 
 def _locate(
     model: PreTrainedModel, layers: list[ExpertsLayer], index: CheckpointIndex, load_config: Any
-) -> PendingExperts:
-    """Apply transformers' renamings and converters to the checkpoint's names, as its loader does; keep the experts'."""
+) -> tuple[PendingExperts, set[str]]:
+    """Apply transformers' renamings and converters to the checkpoint's names, as its loader does.
+
+    Returns where the experts are, and the names of tensors that are nobody's (such as a further layer to predict with).
+    """
     mapping = load_config.weight_mapping or []
     trial = deepcopy(mapping)  # matching changes a transform's state
     renamings = [entry for entry in trial if isinstance(entry, WeightRenaming)]
@@ -232,6 +352,7 @@ def _locate(
     wanted = {f"{layer.name}.{param}" for layer in layers for param in layer.params}
     prefix = model.base_model_prefix
     conversions: dict[str, Conversion] = {}
+    ignored: set[str] = set()
     for key in sorted(index.tensors, key=dot_natural_key):
         renamed, pattern = rename_source_key(key, renamings, converters, prefix, parameters)
         if renamed not in parameters and key in parameters:
@@ -241,6 +362,8 @@ def _locate(
         if transform is not None:
             targets = [renamed.replace(transform.target_patterns[0], other) for other in transform.target_patterns]
         if wanted.isdisjoint(targets):
+            if renamed not in parameters:
+                ignored.add(key)
             continue
         conversion = conversions.get(targets[0]) or Conversion(renamed, transform, targets)
         conversion.sources.setdefault(pattern or key, []).append(key)
@@ -262,7 +385,7 @@ def _locate(
     _check_complete(pending)
     if pending.why_not_disk() is None:
         pending.make_bank(model, "disk").close()
-    return pending
+    return pending, ignored
 
 
 def _dtype(param: torch.Tensor, name: str, load_config: Any) -> torch.dtype:
