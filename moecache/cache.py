@@ -177,7 +177,9 @@ class ExpertCache:
         if self._current().core is not core or core.closed:
             return
         if os.getpid() != self._process:
-            raise ClosedError("the cache belongs to the parent process, which was resizing it; make a new one in the child")
+            raise ClosedError(
+                "the cache belongs to the parent process, which was resizing it; make a new one in the child"
+            )
         seen = core.event
         if core.frozen:
             core.wait_event(seen, _SLICE_S)
@@ -256,7 +258,9 @@ class ExpertCache:
         """Counters since the start or the last :meth:`reset_stats`."""
         runtime = self._current()
         core: dict[str, Any] = runtime.core.counters()
-        seconds: dict[str, Any] = {name[:-3] + "_s": core.pop(name) / 1e9 for name in list(core) if name.endswith("_ns")}
+        seconds: dict[str, Any] = {
+            name[:-3] + "_s": core.pop(name) / 1e9 for name in list(core) if name.endswith("_ns")
+        }
         moved = runtime.counters()
         lock = None if runtime.copies is None else runtime.copies.lock
         learner = self._learner

@@ -65,7 +65,11 @@ class HistoryFile:
             raise HistoryFormatError(f"no folder {self.path.parent} to keep the history {self.path.name} in")
         exists = self.path.exists()
         self._seen = _identity(self.path)
-        self.history = History.load(self.path, fingerprint, expected_capacity=capacity) if exists else History(fingerprint, capacity)
+        self.history = (
+            History.load(self.path, fingerprint, expected_capacity=capacity)
+            if exists
+            else History(fingerprint, capacity)
+        )
         fault = probe_folder(self.path.parent)
         if fault is not None:
             raise HistoryFormatError(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ._core import Core
-from ._engine import Engine
+from ._engine import Engine, Sources
 from .cuda import CudaCopies, copies_for
 from .errors import ClosedError
 from .pool import Pool
@@ -78,7 +78,8 @@ class Runtime:
         numbers, addresses, strides = pool.regions()
         self._region = numbers
         # Regions have the same numbers at every size, and a bank may have been closed since the cache was made.
-        self.sources = sources = bank.sources(numbers) if replaces is None else replaces.sources
+        self.sources: Sources = bank.sources(numbers) if replaces is None else replaces.sources
+        sources = self.sources
         self.engine: Engine
         self.copies: CudaCopies | None = None
         if setup.link is None and setup.device.type == "cuda":
