@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors
 from .bank import ExpertBank, Layout
-from .cache import ExpertCache, Lease, Request
+from .cache import ExpertCache
 from .forecaster import Forecaster
 from .history import Fingerprint, History
-from .stats import Stats
+from .lease import Lease
+from .request import Request
+from .stats import RequestStats, Stats
 
 if TYPE_CHECKING:
     from . import policy as policy
@@ -27,6 +29,7 @@ __all__ = [
     "Layout",
     "Lease",
     "Request",
+    "RequestStats",
     "Stats",
     "attach",
     "detach",

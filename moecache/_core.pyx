@@ -11,11 +11,11 @@ import cython
 import numpy as np
 
 from libc.math cimport pow, sqrt
-from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uintptr_t
+from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memmove, memset
 
-from moecache.errors import LeaseError, RoutingError
+from moecache.errors import ClosedError, LeaseError, RoutingError
 
 cdef extern from "_match.h" nogil:
     ptrdiff_t moe_place(ptrdiff_t entry)
@@ -57,7 +57,38 @@ cdef extern from *:
     """
     #include <pthread.h>
     #include <time.h>
+    #include <unistd.h>
     #define moe_load_acquire(p) __atomic_load_n((p), __ATOMIC_ACQUIRE)
+    /* A sequence of events that threads wait for without the GIL. Who announces one holds the GIL. */
+    typedef struct { pthread_mutex_t lock; pthread_cond_t changed; int64_t number; int32_t waiters; pid_t pid; } moe_events;
+    static void moe_events_init(moe_events *e) {
+        pthread_condattr_t attr;
+        pthread_condattr_init(&attr);
+        pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
+        pthread_mutex_init(&e->lock, NULL);
+        pthread_cond_init(&e->changed, &attr);
+        pthread_condattr_destroy(&attr);
+        e->number = 0; e->waiters = 0; e->pid = getpid();
+    }
+    static void moe_events_destroy(moe_events *e) {
+        if (e->pid != getpid()) return;   /* a forked copy: its lock may be held by a thread that is not here */
+        pthread_cond_destroy(&e->changed);
+        pthread_mutex_destroy(&e->lock);
+    }
+    static void moe_events_announce(moe_events *e) {
+        __atomic_add_fetch(&e->number, 1, __ATOMIC_RELEASE);
+        if (e->waiters == 0 || e->pid != getpid()) return;
+        pthread_mutex_lock(&e->lock);     /* a waiter is past its look at the number, or asleep */
+        pthread_cond_broadcast(&e->changed);
+        pthread_mutex_unlock(&e->lock);
+    }
+    static int64_t moe_events_number(moe_events *e) { return __atomic_load_n(&e->number, __ATOMIC_ACQUIRE); }
+    static void moe_events_await(moe_events *e, int64_t seen, int64_t deadline_ns) {
+        struct timespec t = {deadline_ns / 1000000000, deadline_ns % 1000000000};
+        pthread_mutex_lock(&e->lock);
+        while (moe_events_number(e) == seen && pthread_cond_timedwait(&e->changed, &e->lock, &t) == 0) {}
+        pthread_mutex_unlock(&e->lock);
+    }
     static int64_t moe_now_ns(void) {
         struct timespec t;
         clock_gettime(CLOCK_MONOTONIC, &t);
@@ -73,6 +104,16 @@ cdef extern from *:
     int pthread_rwlock_destroy(pthread_rwlock_t *) nogil
     int32_t moe_load_acquire(int32_t *p) nogil
     int64_t moe_now_ns() nogil
+    ctypedef struct moe_events:
+        int32_t waiters
+    void moe_events_init(moe_events *) nogil
+    void moe_events_destroy(moe_events *) nogil
+    void moe_events_announce(moe_events *) nogil
+    int64_t moe_events_number(moe_events *) nogil
+    void moe_events_await(moe_events *, int64_t, int64_t) nogil
+
+cdef extern from "pythread.h" nogil:
+    unsigned long PyThread_get_thread_ident()
 
 # Decay per token of the two frequencies (docs/policies.md has the replay behind them).
 cdef double FAST = 0.3, SLOW = 0.02
@@ -100,6 +141,10 @@ ctypedef double (*score_function)(const double *) noexcept nogil
 
 cdef enum:
     WAITING, TAKEN, DONE, DEFERRED   # an expert of a step: to come, handed out, computed, without a slot yet
+
+cdef enum:
+    # A slot's generation from which on the cache is rebuilt before its number runs out (2^31 - 1).
+    WORN = 0x7f000000
 
 
 cdef inline bint repeated(const int32_t *row, int j) noexcept nogil:
@@ -174,10 +219,24 @@ cdef class Core:
     cdef readonly int64_t demands, hits, misses, evictions, waves, steps, finished
     cdef readonly int32_t under_way   # calls of route() that have not returned
     cdef int64_t routed_tokens
+    cdef int32_t at_layer             # of the last step
+    cdef void *open_steps             # the list of steps that are open, the newest first; borrowed references
+    cdef moe_events events            # a step ended, a call of route() returned, the core was frozen, thawed or closed
+    cdef readonly bint frozen         # no step begins but in a thread that has one open
+    cdef readonly bint closed         # nothing begins any more
+    cdef readonly bint worn           # a slot's generation nears the end of its numbers
+    cdef readonly object successor    # what took this core's place, and its requests; None: nobody has
+    cdef int32_t deciding             # the tables are being changed: who drops a step now must not touch them
+    cdef list abandoned               # (slot, generation) of steps that were dropped meanwhile
+    cdef int64_t deciding_ns, computing_ns   # time in route(); between handing an expert out and the next call
+    cdef int64_t stall_ns, slot_wait_ns      # time that leases waited for bytes; for a slot
+    cdef int64_t requests_ns                 # time that finished requests were open
 
     def __cinit__(self, HistoryStore store, layer_kind, slots_per_kind, complete, str policy="expected-next-use",
                   uintptr_t score=0, bint prefetch=True, int32_t top_k=0, double waste_share=0.25):
         cdef int32_t kind, slot
+        moe_events_init(&self.events)
+        self.abandoned = []
         self.store = store
         self.num_layers, self.num_gids = store.num_layers, store.num_gids
         self.layer_offset = store.layer_offset
@@ -224,10 +283,20 @@ cdef class Core:
         self.prefetcher = Prefetcher(top_k, prefetch and policy != "belady", int(store.num_experts.max()), waste_share)
         self._refresh_prior()
 
+    def __dealloc__(self):
+        moe_events_destroy(&self.events)
+
+    def __reduce__(self):
+        raise TypeError("a Core holds addresses and cannot be pickled or copied; make a new cache, its history can be saved")
+
     # Requests
 
     def begin_request(self):
-        """Start counting a request; end it with `end_request`."""
+        """Start counting a request; end it with `end_request`. None when another core has taken this one's place."""
+        if self.closed:
+            raise ClosedError("this cache is closed; make a new one")
+        if self.successor is not None:
+            return None
         cdef RequestState request = RequestState(self.store, self.request_number)
         self.request_number += 1
         request.start(&self.prior[0])
@@ -240,10 +309,33 @@ cdef class Core:
         return request
 
     def end_request(self, RequestState request, bint keep=True):
-        """Take a request out of the chances of use and, with `keep`, put its activation matrix into the store."""
+        """Take a request out of the chances of use and, with `keep`, put its activation matrix into the store.
+
+        Its open steps end. A request that another thread is routing at this moment ends when that call does.
+
+        Returns
+        -------
+        bool
+            False when another core has taken this one's place, and has the request.
+        """
+        if self.successor is not None:
+            return False
         if request not in self.requests:
-            return
+            return True
+        if request.busy:
+            request.ending = 2 if keep else 1
+            return True
+        self._end_steps(request)
+        self.deciding += 1
+        try:
+            self._end_request(request, keep)
+        finally:
+            self._decided()
+        return True
+
+    cdef int _end_request(self, RequestState request, bint keep) except -1:
         self.requests.remove(request)
+        self.requests_ns += moe_now_ns() - request.begun_ns
         self.store.active.remove(request)
         request.outlook.finish()
         self.prefetcher.forget(self, request.number)
@@ -257,6 +349,7 @@ cdef class Core:
         for request in self.requests:
             self._look_all(request)
         self._refresh_all()
+        return 0
 
     def pace(self, double layer_s=0, double expert_s=0, double chunk_s=0):
         """What a clock says. Without it prefetching looks one layer ahead only.
@@ -293,11 +386,6 @@ cdef class Core:
         if request.hints is None:
             request.hints = Hints(self.store)
         request.hints.give(layer, self.layer_offset[layer], chances)
-
-    def end_requests(self):
-        """End every request that is still open."""
-        for request in list(self.requests):
-            self.end_request(request)
 
     cdef void _refresh_prior(self) noexcept:
         # Share of all stored tokens that used the expert, pulled to uniform while few were seen.
@@ -370,7 +458,7 @@ cdef class Core:
     cdef inline bint _is_complete(self, int32_t slot) noexcept nogil:
         return moe_load_acquire(&self.completed[slot]) == self.generation[slot]
 
-    cdef inline void _assign(self, int32_t slot, int32_t gid, Plan plan) noexcept:
+    cdef inline int _assign(self, int32_t slot, int32_t gid, Plan plan) except -1:
         cdef int32_t old = self.slot_gid[slot]
         cdef bint landed = self._is_complete(slot)
         if old >= 0:
@@ -385,7 +473,9 @@ cdef class Core:
         self.slot_wait[slot], self.slot_layer[slot] = self.wait[gid], self.gid_layer[gid]
         self.gid_slot[gid] = slot
         self.generation[slot] += 1
+        self.worn |= self.generation[slot] >= WORN
         self.speculative[slot] = 0
+        return 0
 
     cdef void _discard(self, int32_t slot) noexcept nogil:
         # The tenant's bytes never came: forget it. Holders of a pin give the slot back when they let go.
@@ -512,38 +602,219 @@ cdef class Core:
 
         Returns
         -------
-        Step
+        Step or None
+            None while the core is frozen, unless this thread has a step open, and when another core has taken its place.
 
         Raises
         ------
         RoutingError
-            The layer or an id is out of range. Nothing has changed.
+            The layer or an id is out of range, or another thread is routing this request. Nothing has changed.
+        ClosedError
+            The core is closed, or the request has ended.
         """
         cdef Step step
+        cdef int64_t begun = moe_now_ns()
+        if self.closed:
+            raise ClosedError("this cache is closed; make a new one")
+        if self.successor is not None or (self.frozen and not self.held_here()):
+            return None
         if not 0 <= layer < self.num_layers:
             raise RoutingError(f"layer {layer} is out of range: this cache has MoE layers 0..{self.num_layers - 1}")
+        if request.busy:
+            raise RoutingError(f"layer {layer}: another thread is routing this request; give each thread a request of its own")
         step = Step(layer, tokens, k, decode, self.store.experts[layer])
         self.under_way += 1
+        request.busy = True
         try:
             step.read(<const char *> ids, itemsize, row_stride, column_stride, <const uint8_t *> counted, sentinel, self.store)
             self._decide(request, step)
         finally:
+            request.busy = False
             self.under_way -= 1
+            if self.frozen:
+                moe_events_announce(&self.events)
+            if request.ending:
+                self._end_late(request)
         step.plan.export()
+        self.deciding_ns += moe_now_ns() - begun
         return step
+
+    cdef int _end_late(self, RequestState request) except -1:
+        cdef bint keep = request.ending == 2
+        request.ending = 0
+        self.end_request(request, keep)
+        raise ClosedError("this request was closed while another thread was routing it")
 
     cdef int _decide(self, RequestState request, Step step) except -1:
         request.count(step)   # may let others in; from here on nobody comes between
-        self._observe(request, step)
-        if step.unique:
-            self._admit(step, request)
-            self._serve(step)
-            if step.decode:
-                self.prefetcher.plan(self, request, step)
-        request.remember(step)
+        self.deciding += 1
+        try:
+            self._observe(request, step)
+            self._open(request, step)
+            if step.unique:
+                self._admit(step, request)
+                self._serve(step)
+                if step.decode:
+                    self.prefetcher.plan(self, request, step)
+            request.remember(step)
+        finally:
+            self._decided()
         return 0
 
-    cdef void _observe(self, RequestState request, Step step) noexcept:
+    # Which steps are open
+
+    cdef inline void _open(self, RequestState request, Step step) noexcept:
+        # Before its first pin, so that a pin is never seen without its holder.
+        step.core, step.request, step.thread = self, request, PyThread_get_thread_ident()
+        step.previous_open, step.next_open = NULL, self.open_steps
+        if self.open_steps != NULL:
+            (<Step> self.open_steps).previous_open = <void *> step
+        self.open_steps = <void *> step
+
+    cdef inline void _unlist(self, Step step) noexcept:
+        if step.next_open != NULL:
+            (<Step> step.next_open).previous_open = step.previous_open
+        if step.previous_open != NULL:
+            (<Step> step.previous_open).next_open = step.next_open
+        else:
+            self.open_steps = step.next_open
+        step.next_open = step.previous_open = NULL
+
+    cdef inline void _let_go(self, Step step) noexcept:
+        cdef int i
+        step.open = False
+        for i in range(step.unique):
+            if step.state[i] != DEFERRED:
+                self._unpin(step.slot[i], step.generation[i])
+        if step.core is not None:
+            self._unlist(step)
+        moe_events_announce(&self.events)
+
+    cdef void _abandoned(self, Step step) noexcept:
+        # Dropped without `release`, perhaps by a garbage collection in the middle of a decision: its pins end after that.
+        cdef int i
+        if not self.deciding:
+            self._let_go(step)
+            return
+        step.open = False
+        self._unlist(step)
+        for i in range(step.unique):
+            if step.state[i] != DEFERRED:
+                self.abandoned.append((step.slot[i], step.generation[i]))
+
+    cdef inline int _decided(self) except -1:
+        self.deciding -= 1
+        if self.deciding == 0 and self.abandoned:
+            for slot, generation in self.abandoned:
+                self._unpin(slot, generation)
+            self.abandoned = []
+            moe_events_announce(&self.events)
+        return 0
+
+    cdef int _end_steps(self, RequestState request) except -1:
+        # None: every request's.
+        cdef void *at = self.open_steps
+        cdef Step step
+        while at != NULL:
+            step = <Step> at
+            at = step.next_open
+            if request is None or step.request is request:
+                self._let_go(step)
+        return 0
+
+    cdef bint held_here(self) noexcept:
+        # Whether this thread has a step open.
+        cdef void *at = self.open_steps
+        cdef unsigned long here = PyThread_get_thread_ident()
+        while at != NULL:
+            if (<Step> at).thread == here:
+                return True
+            at = (<Step> at).next_open
+        return False
+
+    def open_here(self):
+        """bool: whether this thread has a step open."""
+        return self.held_here()
+
+    def open_count(self):
+        """int: steps that are open, of all threads, and calls of route() that have not returned."""
+        cdef void *at = self.open_steps
+        cdef int n = self.under_way
+        while at != NULL:
+            n += 1
+            at = (<Step> at).next_open
+        return n
+
+    def held_elsewhere(self, Step step not None):
+        """bool: whether a step of another thread pins a slot that this one could use, or is about to."""
+        cdef void *at = self.open_steps
+        cdef Step other
+        cdef int i
+        if self.under_way:
+            return True
+        while at != NULL:
+            other = <Step> at
+            at = other.next_open
+            if other.thread == step.thread or self.layer_kind[other.layer] != self.layer_kind[step.layer]:
+                continue
+            for i in range(other.unique):
+                if other.state[i] != DEFERRED and other.generation[i]:
+                    return True
+        return False
+
+    def pinned_by(self, RequestState request):
+        """int32 array: slots that open steps of a request pin."""
+        cdef void *at = self.open_steps
+        slots = []
+        while at != NULL:
+            if (<Step> at).request is request:
+                slots += [slot for slot in (<Step> at).slot_list() if slot >= 0]
+            at = (<Step> at).next_open
+        return np.array(slots, np.int32)
+
+    # Waiting, and handing over to another core
+
+    @property
+    def event(self):
+        """int: number of the last event. Events are: a step ends, route() returns, freeze, thaw, close."""
+        return moe_events_number(&self.events)
+
+    def wait_event(self, int64_t seen, double seconds):
+        """Wait without the GIL until an event after number `seen`, or until the time is over."""
+        cdef int64_t deadline = moe_now_ns() + <int64_t> (min(max(seconds, 0.0), 60.0) * 1e9)
+        self.events.waiters += 1
+        with nogil:
+            moe_events_await(&self.events, seen, deadline)
+        self.events.waiters -= 1
+
+    def waited(self, RequestState request, double seconds, bint for_slot):
+        """Count time that a lease of a request has waited, for bytes or for a slot."""
+        cdef int64_t ns = <int64_t> (seconds * 1e9)
+        if for_slot:
+            self.slot_wait_ns += ns
+            request.slot_wait_ns += ns
+        else:
+            self.stall_ns += ns
+            request.stall_ns += ns
+
+    def freeze(self):
+        """From here on `route` begins a step only in threads that have one open."""
+        self.frozen = True
+
+    def thaw(self):
+        self.frozen = False
+        moe_events_announce(&self.events)
+
+    def close(self):
+        """End all requests and their steps; nothing begins any more."""
+        cdef list requests = list(self.requests)
+        for request in requests:
+            self.end_request(request)
+        self.closed = True
+        self._end_steps(None)
+        moe_events_announce(&self.events)
+
+    cdef int _observe(self, RequestState request, Step step) except -1:
         # What a step teaches, whatever the slots hold.
         cdef int i
         cdef int32_t gid
@@ -553,6 +824,7 @@ cdef class Core:
             request.hints.given[step.layer] = 0
         self.clock += 1
         self.steps += 1
+        self.at_layer = step.layer
         if step.layer == 0:
             self.routed_tokens += step.counted_tokens
         for i in range(step.unique):
@@ -561,8 +833,9 @@ cdef class Core:
             self.frequency[gid] += step.counted[i]
         request.outlook.look(request, step.layer, &self.prior[0], step.k)
         self._refresh_layer(step.layer)
+        return 0
 
-    cdef void _admit(self, Step step, RequestState request) noexcept:
+    cdef int _admit(self, Step step, RequestState request) except -1:
         # Classify every expert against the cache as it stood, and pin those already there so that none can be a victim
         # of its own step.
         cdef int i
@@ -578,8 +851,11 @@ cdef class Core:
         self.prefetcher.needed(step.missing)
         self.demands_view[step.layer] += step.unique
         self.hits_view[step.layer] += step.hits
+        request.demands += step.unique
+        request.hits += step.hits
+        return 0
 
-    cdef int _join(self, Step step) noexcept:
+    cdef int _join(self, Step step) except -1:
         # Hold those of the step's experts without a slot that have one in the table, be it that another request brought
         # them since.
         # Returns how many of them are complete.
@@ -607,12 +883,12 @@ cdef class Core:
                 self.prefetcher.used(slot, there)
         return complete
 
-    cdef void _serve(self, Step step) noexcept:
+    cdef int _serve(self, Step step) except -1:
         # Give a slot to every missing expert, or, in a step too large for the pool, to as many as there are slots.
         cdef int32_t kind = self.layer_kind[step.layer], n, j = 0
         cdef int i
         if step.deferred == 0:
-            return
+            return 0
         n = self._take_slots(kind, step.deferred, step.layer)
         while j < n:
             i = step.next_deferred(n < step.deferred + j)
@@ -621,14 +897,15 @@ cdef class Core:
         if step.deferred:
             self.waves += 1
             step.choose_scratch()
+        return 0
 
-    cdef inline void _give(self, Step step, int i, int32_t slot) noexcept:
+    cdef inline int _give(self, Step step, int i, int32_t slot) except -1:
         cdef int32_t gid = self.layer_offset[step.layer] + step.experts[i]
         self._assign(slot, gid, step.plan)
         self.pins[slot] = 1
         step.hold(i, slot, self.generation[slot])
         step.deferred -= 1
-        step.plan.fetch(gid, slot, self.generation[slot])
+        return step.plan.fetch(gid, slot, self.generation[slot])
 
     def take(self, Step step):
         """Position of an expert whose bytes are there and that was not handed out yet, or -1."""
@@ -636,27 +913,46 @@ cdef class Core:
         for i in range(step.first_open, step.unique):
             if step.state[i] == WAITING and moe_load_acquire(&self.completed[step.slot[i]]) == step.generation[i]:
                 step.state[i] = TAKEN
+                if step.handed_out_ns == 0:   # else `finish` has just looked at the clock
+                    step.handed_out_ns = moe_now_ns()
                 return i
         return -1
+
+    def put_back(self, Step step, int kept):
+        """Experts that were taken and, as an exception came between, never handed out are to be taken again; but `kept`."""
+        cdef int i
+        for i in range(step.unique):
+            if step.state[i] == TAKEN and i != kept:
+                step.state[i] = WAITING
+        step.handed_out_ns = 0
 
     def finish(self, Step step, int i):
         """The expert at position `i` has been computed. True when `step.plan` holds new fetches for a later wave."""
         cdef int j
+        cdef int64_t now
         if not 0 <= i < step.unique or step.state[i] != TAKEN:
             raise LeaseError(f"position {i} of this step was not handed out, or is done already")
+        if step.handed_out_ns:
+            now = moe_now_ns()
+            self.computing_ns += now - step.handed_out_ns
+            step.handed_out_ns = now if step.done + 1 < step.unique else 0
         step.state[i] = DONE
         step.done += 1
         while step.first_open < step.unique and step.state[step.first_open] == DONE:
             step.first_open += 1
         if not step.deferred or not step.scratch[i]:
             return False
-        step.plan.clear()
-        self._join(step)
-        if step.deferred and self.pins[step.slot[i]] == 1:   # no other lease reads the slot
-            j = step.next_deferred(True)
-            self._give(step, j, step.slot[i])
-            step.scratch[j] = 1
-        step.plan.export()
+        self.deciding += 1
+        try:
+            step.plan.clear()
+            self._join(step)
+            if step.deferred and self.pins[step.slot[i]] == 1:   # no other lease reads the slot
+                j = step.next_deferred(True)
+                self._give(step, j, step.slot[i])
+                step.scratch[j] = 1
+            step.plan.export()
+        finally:
+            self._decided()
         return not step.plan.empty
 
     def retry(self, Step step):
@@ -671,29 +967,36 @@ cdef class Core:
         cdef int i, before = step.deferred
         if not step.deferred:
             return False
-        step.plan.clear()
-        for i in range(step.unique):
-            if step.state[i] == DONE:
-                self._unpin(step.slot[i], step.generation[i])
-                step.generation[i] = 0
-        self._join(step)
-        n = self._take_slots(self.layer_kind[step.layer], min(step.deferred, max(2, step.k)), step.layer)
-        for j in range(n):
-            i = step.next_deferred(True)
-            self._give(step, i, self.found.slots[j])
-            step.scratch[i] = 1
-        step.plan.export()
+        if not step.open:
+            raise LeaseError(f"layer {step.layer}: this lease has ended")
+        if step.request is not None:
+            self.current = step.request   # another thread may be counting into the one of the last step
+        self.deciding += 1
+        try:
+            step.plan.clear()
+            n = 0
+            for i in range(step.unique):
+                if step.state[i] == DONE and step.generation[i]:
+                    self._unpin(step.slot[i], step.generation[i])
+                    step.generation[i] = 0
+                    n += 1
+            if n:
+                moe_events_announce(&self.events)
+            self._join(step)
+            n = self._take_slots(self.layer_kind[step.layer], min(step.deferred, max(2, step.k)), step.layer)
+            for j in range(n):
+                i = step.next_deferred(True)
+                self._give(step, i, self.found.slots[j])
+                step.scratch[i] = 1
+            step.plan.export()
+        finally:
+            self._decided()
         return step.deferred < before
 
     def release(self, Step step):
         """Unpin the step's slots. Harmless when called twice."""
-        cdef int i
-        if not step.open:
-            return
-        step.open = False
-        for i in range(step.unique):
-            if step.state[i] != DEFERRED:
-                self._unpin(step.slot[i], step.generation[i])
+        if step.open:
+            self._let_go(step)
 
     def fail(self, int32_t slot, int32_t generation):
         """The copy into a slot failed: its tenant is not resident, and the slot is free again once nobody holds it."""
@@ -704,6 +1007,10 @@ cdef class Core:
         """list of (layer, expert): experts now pinned by a lease."""
         return [self.locate(self.slot_gid[slot]) for slot in range(self.num_slots)
                 if self.pins[slot] and self.slot_gid[slot] >= 0]
+
+    def pinned(self):
+        """int: slots that are pinned, with an occupant or without."""
+        return int(np.count_nonzero(self.slot_pins))
 
     def locate(self, int32_t gid):
         """(layer, expert) of a global number."""
@@ -723,45 +1030,101 @@ cdef class Core:
         return [self.found.slots[i] for i in range(n)]
 
     def retained(self, int32_t kind, int32_t count):
-        """int32 array: the slots of up to `count` complete, unpinned experts of a kind, those given up last."""
-        slots = [slot for slot in self.victims(kind, self.num_slots, 0) if self._is_complete(slot)]
-        return np.array(slots[::-1][:count], np.int32)
+        """int32 array: the slots of up to `count` complete, unpinned experts of a kind, the most wanted first.
+
+        Those that were prefetched, or that a coming layer likely uses, go before the others, which come in the order in
+        which they would be evicted last.
+        """
+        cdef int32_t begin = self.slot_begin[kind], end = self.slot_begin[kind + 1], i, slot
+        self.found.clear(end - begin)
+        self._offer_slots(begin, end, self.at_layer, True)
+        order = [self.found.slots[i] for i in range(self.found.size - 1, -1, -1)]
+        order = [slot for slot in order if self._is_complete(slot)]
+        order.sort(key=lambda slot: not (self.speculative[slot] or self.wanted_until[self.slot_gid[slot]] > self.steps))
+        return np.array(order[:count], np.int32)
+
+    def forget(self, int32_t slot):
+        """Take an unpinned slot from its occupant, whose bytes are about to be overwritten by other means (a resize).
+
+        Raises
+        ------
+        LeaseError
+            A step has it pinned.
+        """
+        if self.pins[slot]:
+            raise LeaseError(f"slot {slot} is in use")
+        self._discard(slot)
 
     def adopt(self, int32_t slot, int32_t gid):
         """Enter an expert whose bytes were put into a vacant slot by other means (after a resize)."""
-        cdef int32_t kind = self.layer_kind[self.gid_layer[gid]], i
-        taken = [self.vacant[self.slot_begin[kind] + i] for i in range(self.vacant_count[kind])]
-        if slot not in taken or self.gid_slot[gid] >= 0:
+        cdef int32_t kind = self.layer_kind[self.gid_layer[gid]], i, count = self.vacant_count[kind]
+        cdef int32_t *vacant = &self.vacant[self.slot_begin[kind]]
+        i = 0
+        while i < count and vacant[i] != slot:
+            i += 1
+        if i == count or self.gid_slot[gid] >= 0:
             raise LeaseError(f"slot {slot} is not vacant, or expert {self.locate(gid)} is resident already")
-        taken.remove(slot)
-        for i in range(len(taken)):
-            self.vacant[self.slot_begin[kind] + i] = taken[i]
+        memmove(&vacant[i], &vacant[i + 1], (count - i - 1) * sizeof(int32_t))
         self.vacant_count[kind] -= 1
         self._assign(slot, gid, Plan())
         self.completed[slot] = self.generation[slot]
 
-    def inherit(self, Core old):
-        """Go on with another core's requests, recency, frequencies and counters (after a resize)."""
+    def inherit(self, Core old not None, successor=None):
+        """Take over another core's requests, recency, frequencies and counters; `successor` stands for this core.
+
+        One call, so that no thread sees half of it: from its end on the old core begins nothing, `route`, `begin_request`
+        and `end_request` say so, and `old.successor` leads here.
+
+        Raises
+        ------
+        ClosedError
+            The old core was closed meanwhile.
+        LeaseError
+            A step of the old core is open.
+        """
+        if old.closed:
+            raise ClosedError("this cache is closed; make a new one")
+        if old.open_steps != NULL or old.under_way:
+            raise LeaseError("a step of the core to be replaced is open")
         self.requests, self.request_number, self.clock = old.requests, old.request_number, old.clock
         self.last[:] = old.last
         self.frequency[:] = old.frequency
         self.layer_demands[:], self.layer_hits[:] = old.layer_demands, old.layer_hits
         self.demands, self.hits, self.misses, self.evictions = old.demands, old.hits, old.misses, old.evictions
         self.waves, self.steps, self.finished = old.waves, old.steps, old.finished
-        self.routed_tokens = old.routed_tokens
-        self.prefetcher.inherit(old.prefetcher)
+        self.routed_tokens, self.at_layer = old.routed_tokens, old.at_layer
+        self.deciding_ns, self.computing_ns, self.requests_ns = old.deciding_ns, old.computing_ns, old.requests_ns
+        self.stall_ns, self.slot_wait_ns = old.stall_ns, old.slot_wait_ns
+        self.wanted_until[:] = old.wanted_until
+        self.prefetcher.inherit(self, old.prefetcher)
         self._refresh_prior()
         self._refresh_all()
+        if successor is not None:
+            old.successor, old.requests, old.current = successor, [], None
+            moe_events_announce(&old.events)
 
     def counters(self):
         """dict of int: monotonic since the start or the last `reset_counters`."""
+        cdef int64_t open_ns = self.requests_ns, now = moe_now_ns()
+        cdef RequestState request
+        for request in self.requests:
+            open_ns += now - request.begun_ns
         return {"demands": self.demands, "hits": self.hits, "misses": self.misses, "evictions": self.evictions,
                 "waves": self.waves, "steps": self.steps, "tokens": self.routed_tokens, "requests": self.finished,
+                "deciding_ns": self.deciding_ns, "computing_ns": self.computing_ns, "stall_ns": self.stall_ns,
+                "slot_wait_ns": self.slot_wait_ns, "requests_ns": open_ns,
                 **self.prefetcher.counters()}
 
     def reset_counters(self):
         self.demands = self.hits = self.misses = self.evictions = 0
-        self.waves = self.steps = self.finished = self.routed_tokens = 0
+        cdef RequestState request
+        cdef int64_t now = moe_now_ns()
+        for request in self.requests:
+            request.begun_ns = now
+        self.waves = self.finished = self.routed_tokens = 0
+        self.deciding_ns = self.computing_ns = self.stall_ns = self.slot_wait_ns = self.requests_ns = 0
+        self.wanted_until[:] = np.maximum(np.asarray(self.wanted_until) - self.steps, 0)
+        self.steps = 0
         self.layer_demands[:] = 0
         self.layer_hits[:] = 0
         self.prefetcher.reset_counters()

@@ -182,6 +182,7 @@ cdef struct Counters:       # 64-bit
     int64_t failed
     int64_t stall_ns
     int64_t busy_ns
+    int64_t reading_ns      # the part of busy_ns in which chunks came from files
     int64_t direct_reads
     int64_t buffered_reads
     int64_t helped
@@ -205,6 +206,7 @@ cdef struct Mover:          # what a thread that moves bytes has for itself
 cdef struct Link:
     bint asynchronous       # copy() only starts a chunk, query() tells when it is over
     bint direct             # read files past the page cache
+    bint hangs              # a copy from memory may stand still too: waiting callers leave all to the I/O threads
     int32_t depth           # chunks outstanding at most
     int64_t file_chunk      # most bytes of a chunk that comes from a file, 0: it reads none
     int (*enter)(Link*) noexcept nogil                       # on the I/O thread, once

@@ -2,6 +2,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +114,8 @@ class Engine:
         Size of a chunk, and how many bytes may be outstanding on an asynchronous link (at least one chunk may).
     owner
         Kept alive as long as a copy may be running: whatever owns the memory at both ends.
+    replaces
+        An idle engine over the same link that is closed right after: an asynchronous link serves one at a time.
 
     Raises
     ------
@@ -135,6 +138,7 @@ class Engine:
         chunk_bytes: int = ...,
         window_bytes: int = ...,
         owner: object = None,
+        replaces: Engine | None = None,
     ) -> None: ...
     @property
     def closed(self) -> bool: ...
@@ -174,7 +178,7 @@ class Engine:
         ----------
         slots, generations : int32[n]
         timeout
-            Seconds. A caller that copies a chunk itself finishes that first.
+            Seconds. A caller that copies a chunk itself, which it does from memory only, finishes that first.
 
         Raises
         ------
@@ -227,6 +231,15 @@ class Engine:
             There is none to end.
         ClosedError
         """
+    def move_region(self, region: int, address: int, tensors: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
+        """Let a region begin elsewhere from now on, and ``tensors[name]`` be the tensor that lies there, in one step.
+
+        Raises
+        ------
+        TransferError
+            Copies are under way.
+        RoutingError, ClosedError
+        """
     def describe(self) -> str:
         """Lines for people: jobs in the order they will be served (level, state, slot, generation, bytes there), who
         moves what, who waits.
@@ -254,8 +267,9 @@ class Engine:
         ``prefetch_dropped``, ``prefetch_cancelled``
             Prefetches given up before they began; after that, at a chunk boundary.
         ``failed``
-        ``stall_ns``, ``busy_ns``
-            Time callers waited; time the link was in use (summed over threads that copy at once).
+        ``stall_ns``, ``busy_ns``, ``reading_ns``
+            Time callers waited; time the link was in use (summed over threads that copy at once); the part of it in which
+            it read files.
         ``direct_reads``, ``buffered_reads``
             Reads of files past the page cache, and through it.
         ``helped``

@@ -88,7 +88,8 @@ cdef void stop(Room* room, pthread_t* threads) noexcept nogil:
     for i in range(room.slots_count):
         if room.slots[i].state != IDLE:
             cancel(room, i)
-    if room.threads and not room.link.asynchronous:     # the I/O thread of an asynchronous one says so itself
+    # The I/O thread of an asynchronous one says so itself. With nothing under way the link may serve another engine by now.
+    if room.threads and room.moving and not room.link.asynchronous:
         room.link.abandon(room.link)
     pthread_cond_broadcast(&room.work)
     pthread_cond_broadcast(&room.done)
@@ -137,6 +138,7 @@ cdef class _Keeper:
     cdef int32_t forks
     cdef bint closed
     cdef _Link link
+    cdef bint counted       # among the link's users
     cdef tuple paths
     cdef object complete, owner, sources
 
@@ -165,8 +167,9 @@ cdef class _Keeper:
             free(mover.bounce)
             free(mover)
         room.movers = NULL
-        if self.link is not None:
-            self.link.in_use = False
+        if self.counted:
+            self.counted = False
+            self.link.users -= 1
         self.owner = self.sources = None
 
     def __dealloc__(self):
@@ -259,12 +262,12 @@ cdef class Engine:
     """Moves experts into slots. The face, its words and its errors are described in ``_engine.pyi``."""
     cdef _Keeper keeper
     cdef Room* room
-    cdef int32_t sources_count
-    cdef object finalizer
+    cdef int32_t sources_count, regions_count
+    cdef object finalizer   # closes the keeper when the engine is collected, and at exit
     cdef object __weakref__
 
     def __init__(self, sources, region_address, region_stride, complete, *, link=None, threads=1,
-                 chunk_bytes=2 << 20, window_bytes=4 << 20, owner=None):
+                 chunk_bytes=2 << 20, window_bytes=4 << 20, owner=None, Engine replaces=None):
         cdef _Keeper keeper = _Keeper()
         cdef Room* room = &keeper.room
         cdef uint64_t[::1] address = np.ascontiguousarray(region_address, dtype=np.uint64)
@@ -278,7 +281,7 @@ cdef class Engine:
         if link is None:
             link = FileLink() if len(sources.files) else HostLink()
         keeper.link = link
-        if keeper.link.in_use:
+        if keeper.link.users and (replaces is None or replaces.keeper.link is not link):
             raise ValueError("this link already serves another engine; give each its own")
         if len(sources.files) and keeper.link.link.file_chunk <= 0:
             raise ValueError(f"{type(link).__name__} cannot read files, and the sources have {len(sources.files)}")
@@ -300,7 +303,7 @@ cdef class Engine:
         open_files(keeper, keeper.paths)
         self.keeper = keeper
         self.room = room
-        self.sources_count = len(sources.segment_start) - 1
+        self.sources_count, self.regions_count = len(sources.segment_start) - 1, address.shape[0]
         # Chunks of an asynchronous link land in the order they were started: one thread keeps that order.
         for _ in range(1 if room.link.asynchronous else threads):
             error = pthread_create(&keeper.threads[room.threads], NULL, thread_main, room)
@@ -308,7 +311,8 @@ cdef class Engine:
                 keeper.close()
                 raise OSError(error, "no I/O thread could be started: " + os.strerror(error))
             room.threads += 1
-        keeper.link.in_use = room.link.asynchronous
+        keeper.counted = room.link.asynchronous
+        keeper.link.users += keeper.counted
         self.finalizer = weakref.finalize(self, _close, keeper)
 
     cdef int usable(self) except -1:
@@ -473,6 +477,20 @@ cdef class Engine:
                                   cause.filename)
         error.position = position
         raise error from cause
+
+    def move_region(self, int32_t region, uint64_t address, dict tensors, str name, tensor):
+        cdef Room* room = &self.keeper.room
+        self.usable()
+        if not 0 <= region < self.regions_count:
+            raise RoutingError(f"region {region} is outside 0..{self.regions_count - 1}")
+        pthread_mutex_lock(&room.lock)
+        cdef bint idle = room.live == 0 and room.stale == 0
+        if idle:
+            room.region_address[region] = address
+        pthread_mutex_unlock(&room.lock)
+        if not idle:
+            raise TransferError("a region cannot move while copies are under way; drain the engine first")
+        tensors[name] = tensor
 
     def describe(self):
         self.usable()

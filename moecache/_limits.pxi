@@ -275,6 +275,7 @@ cdef class FaultyLink(_Link):
         self.faults.refuse_direct = refuse_direct
         self.faults.stall_at = stall_at
         self.faults.stall_landed = stall_landed
+        self.link.hangs |= delay_s > 0 or stall_at > 0
         self.link.state = &self.faults
         self.link.enter = faulty_enter
         self.link.begin = faulty_begin

@@ -364,8 +364,8 @@ cdef int cuda_query(Link* link, Mover* mover, int32_t ticket, int64_t* again_ns)
 
 cdef class _Link:
     cdef Link link
-    cdef readonly bint in_use   # an asynchronous link keeps what is under way, so it serves one engine at a time
-    cdef object kept
+    cdef int users              # engines; an asynchronous link keeps what is under way, so it serves one at a time
+    cdef object kept            # the link inside, or whatever else its addresses belong to
 
     def __cinit__(self, *args, **kwargs):
         self.link.enter = no_enter
@@ -380,6 +380,11 @@ cdef class _Link:
         self.link.direct = inner.link.direct
         self.link.depth = inner.link.depth
         self.link.file_chunk = inner.link.file_chunk
+        self.link.hangs = inner.link.hangs
+
+    @property
+    def in_use(self):
+        return self.users > 0
 
     @property
     def asynchronous(self):

@@ -147,7 +147,7 @@ cdef class Prefetcher:
         if i >= 0:
             self._waste(i, landed)
 
-    cdef void _give_up(self, Core core, int i, Plan plan) noexcept:
+    cdef int _give_up(self, Core core, int i, Plan plan) except -1:
         cdef int32_t slot = self.ahead[i].slot
         cdef bint landed = core._is_complete(slot)
         core.speculative[slot] = 0
@@ -155,14 +155,16 @@ cdef class Prefetcher:
         if not landed:
             plan.drop(slot, core.generation[slot])
             core._discard(slot)
+        return 0
 
-    cdef void settle(self, Core core, int64_t owner, Step step) noexcept:
+    cdef int settle(self, Core core, int64_t owner, Step step) except -1:
         # The layer has come: what was fetched for it and not asked for was wrong. What is still on its way is dropped.
         cdef int i
         self._move(core)
         for i in range(self.size - 1, -1, -1):
             if self.ahead[i].owner == owner and core.gid_layer[self.ahead[i].gid] == step.layer:
                 self._give_up(core, i, step.plan)
+        return 0
 
     cdef void forget(self, Core core, int64_t owner) noexcept:
         # The request ended: nobody waits for its prefetches any more. One still in flight lands and is an ordinary
@@ -220,13 +222,13 @@ cdef class Prefetcher:
             return False
         return self.useful_share >= self.floor or (<uint32_t> core.steps * HASH) >> 26 == 0
 
-    cdef void plan(self, Core core, RequestState request, Step step) noexcept:
+    cdef int plan(self, Core core, RequestState request, Step step) except -1:
         """Queue prefetches for coming layers, where that is worth a transfer, and drop those that no longer are."""
         cdef double idle = step.k
         cdef float least = CHANCE_BLIND
         cdef int depth = 1, n
         if not self._may(core, step):
-            return
+            return 0
         if self.idle > 0:
             idle = self.idle
             least = max(CHANCE_WANTED, self.break_even)
@@ -236,6 +238,7 @@ cdef class Prefetcher:
         n = self._select(MAX_AHEAD - self.size, idle)
         if n:
             self._queue(core, request, step, n)
+        return 0
 
     cdef void _move(self, Core core) noexcept nogil:
         # What the link will have moved since the last step, one after another.
@@ -249,7 +252,7 @@ cdef class Prefetcher:
             self.ahead[i].left -= moved
             idle -= moved
 
-    cdef void _rank(self, Core core, RequestState request, Step step, int depth, float least) noexcept:
+    cdef int _rank(self, Core core, RequestState request, Step step, int depth, float least) except -1:
         # The likeliest experts of the coming layers that have no slot. What is under way for them is known better now: one
         # that has become unlikely is dropped.
         cdef int d, i
@@ -271,6 +274,7 @@ cdef class Prefetcher:
                     self._offer(Wish(begin + e, d, chance[e]))
                 elif chance[e] >= SHIELDED:
                     core.wanted_until[begin + e] = core.steps + d
+        return 0
 
     cdef void _offer(self, Wish wish) noexcept nogil:
         cdef int i
@@ -306,7 +310,7 @@ cdef class Prefetcher:
             n += 1
         return n
 
-    cdef void _queue(self, Core core, RequestState request, Step step, int n) noexcept:
+    cdef int _queue(self, Core core, RequestState request, Step step, int n) except -1:
         cdef int32_t kind, slot, victim
         cdef int i, wanted
         cdef Wish *wish
@@ -334,24 +338,39 @@ cdef class Prefetcher:
                 else:
                     break
                 self._start(core, request, wish, slot, step.plan)
+        return 0
 
-    cdef void _start(self, Core core, RequestState request, Wish *wish, int32_t slot, Plan plan) noexcept:
+    cdef int _start(self, Core core, RequestState request, Wish *wish, int32_t slot, Plan plan) except -1:
         core._assign(slot, wish.gid, plan)
         core.speculative[slot] = 1
         self.ahead[self.size] = Ahead(slot, wish.gid, request.number, wish.chance, 1)
         self.size += 1
         self.issued += 1
-        plan.prefetch(wish.gid, slot, core.generation[slot], 0)
+        return plan.prefetch(wish.gid, slot, core.generation[slot], 0)
 
-    cdef void inherit(self, Prefetcher old) noexcept:
+    cdef void inherit(self, Core core, Prefetcher old) noexcept:
+        # Prefetches that no step has asked for yet go on, but for those that got no slot any more.
+        cdef int i
+        cdef int32_t slot
         self.issued, self.useful, self.late = old.issued, old.useful, old.late
-        self.wasted, self.dropped, self.useful_share = old.wasted + old.size, old.dropped, old.useful_share
+        self.wasted, self.dropped, self.useful_share = old.wasted, old.dropped, old.useful_share
+        for i in range(old.size):
+            slot = core.gid_slot[old.ahead[i].gid]
+            if slot < 0:
+                self.wasted += 1
+                continue
+            core.speculative[slot] = 1
+            self.ahead[self.size] = old.ahead[i]
+            self.ahead[self.size].slot = slot
+            self.size += 1
         self.credit, self.layer_s, self.expert_s, self.chunk_s = old.credit, old.layer_s, old.expert_s, old.chunk_s
         self.idle, self.break_even, self.floor = old.idle, old.break_even, old.floor
 
     cdef dict counters(self):
         return {"prefetch_issued": self.issued, "prefetch_useful": self.useful, "prefetch_late": self.late,
-                "prefetch_wasted": self.wasted, "prefetch_dropped": self.dropped}
+                "prefetch_wasted": self.wasted, "prefetch_dropped": self.dropped, "prefetch_pending": self.size}
 
     cdef void reset_counters(self) noexcept:
-        self.issued = self.useful = self.late = self.wasted = self.dropped = 0
+        # What is on its way or unused counts as issued in the new period: it will end there, one way or another.
+        self.useful = self.late = self.wasted = self.dropped = 0
+        self.issued = self.size

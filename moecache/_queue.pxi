@@ -353,6 +353,8 @@ cdef int carry(Room* room, Mover* mover, int32_t slot) noexcept nogil:
     elapsed = now_ns() - mover.since
     pthread_mutex_lock(&room.lock)
     room.counters.busy_ns += elapsed
+    if flight.file >= 0:
+        room.counters.reading_ns += elapsed
     mover.busy = error == THREAD_ENDS
     if error == THREAD_ENDS:
         return THREAD_ENDS
@@ -419,7 +421,7 @@ cdef void serve_asynchronous(Room* room, Mover* mover) noexcept nogil:
     cdef Flight* flight
     while True:
         again = 0
-        if room.closing:
+        if room.closing and room.flight_count:
             room.link.abandon(room.link)
         while room.flight_count:
             flight = &room.flights[room.flight_first]
@@ -428,6 +430,8 @@ cdef void serve_asynchronous(Room* room, Mover* mover) noexcept nogil:
             now = now_ns()
             pthread_mutex_lock(&room.lock)
             room.counters.busy_ns += now - seen
+            if flight.file >= 0:
+                room.counters.reading_ns += now - seen
             seen = now
             if status == PENDING:
                 break

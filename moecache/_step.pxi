@@ -12,15 +12,17 @@ cdef struct Rows:
     int32_t *data
 
 
-cdef inline void push(Rows *rows, int32_t a, int32_t b, int32_t c) noexcept nogil:
+cdef inline int push(Rows *rows, int32_t a, int32_t b, int32_t c) except -1 nogil:
     cdef int32_t *grown
     if rows.size == rows.room:
         grown = <int32_t *> realloc(rows.data, 3 * (2 * rows.room + 8) * sizeof(int32_t))
         if grown == NULL:
-            return   # a fetch not planned is a wait that times out with its own error; memory is gone anyway
+            with gil:
+                raise MemoryError("no memory for a plan of what to move")
         rows.data, rows.room = grown, 2 * rows.room + 8
     rows.data[3 * rows.size], rows.data[3 * rows.size + 1], rows.data[3 * rows.size + 2] = a, b, c
     rows.size += 1
+    return 0
 
 
 cdef object table(Rows *rows, int columns):
@@ -53,26 +55,28 @@ cdef class Plan:
         free(self._prefetch.data)
         free(self._drop.data)
 
-    cdef void clear(self) noexcept:
+    cdef int clear(self) except -1:
         self._fetch.size = self._prefetch.size = self._drop.size = 0
         self._priority = None
         self.fetches = self.prefetches = NO_FETCH
         self.priorities, self.drops = NO_PRIORITY, NO_DROP
         self.empty = True
+        return 0
 
-    cdef void fetch(self, int32_t gid, int32_t slot, int32_t generation) noexcept nogil:
-        push(&self._fetch, gid, slot, generation)
+    cdef int fetch(self, int32_t gid, int32_t slot, int32_t generation) except -1 nogil:
+        return push(&self._fetch, gid, slot, generation)
 
-    cdef void prefetch(self, int32_t gid, int32_t slot, int32_t generation, float priority) noexcept:
+    cdef int prefetch(self, int32_t gid, int32_t slot, int32_t generation, float priority) except -1:
         push(&self._prefetch, gid, slot, generation)
         if self._priority is None:
             self._priority = []
         self._priority.append(priority)
+        return 0
 
-    cdef void drop(self, int32_t slot, int32_t generation) noexcept nogil:
-        push(&self._drop, slot, generation, 0)
+    cdef int drop(self, int32_t slot, int32_t generation) except -1 nogil:
+        return push(&self._drop, slot, generation, 0)
 
-    cdef void export(self) noexcept:
+    cdef int export(self) except -1:
         self.empty = not (self._fetch.size or self._prefetch.size or self._drop.size)
         if self._fetch.size:
             self.fetches = table(&self._fetch, 3)
@@ -80,13 +84,24 @@ cdef class Plan:
             self.prefetches, self.priorities = table(&self._prefetch, 3), np.array(self._priority, np.float32)
         if self._drop.size:
             self.drops = table(&self._drop, 2)
+        return 0
 
 
 @cython.final
+@cython.no_gc   # no reference leads back to a step; its __dealloc__ needs `core` as it was
 @cython.freelist(16)
 cdef class Step:
-    """One call of one MoE layer: its distinct experts, who asked for them, and where they are."""
+    """One call of one MoE layer: its distinct experts, who asked for them, and where they are.
 
+    A step that is dropped without `Core.release` unpins its slots by itself.
+    """
+
+    cdef Core core              # where it is listed as open; None: nowhere (a replay's)
+    cdef RequestState request   # whose step it is
+    cdef void *next_open        # neighbours in the list of the core's open steps; borrowed
+    cdef void *previous_open
+    cdef readonly uint64_t thread   # that routed it
+    cdef int64_t handed_out_ns  # when the item that is being computed was handed out
     cdef readonly int32_t layer
     cdef readonly Py_ssize_t tokens, counted_tokens
     cdef readonly int k, unique, hits, missing, deferred, done
@@ -128,6 +143,8 @@ cdef class Step:
         self.scratch = self.state + room
 
     def __dealloc__(self):
+        if self.core is not None and self.open:
+            self.core._abandoned(self)
         free(self.ids)
         free(self.place)
 

@@ -15,15 +15,20 @@ cdef enum:
 
 
 cdef bint help_one(Room* room, const int32_t* slots, const int32_t* generations, Py_ssize_t n) noexcept nogil:
-    """Copy a chunk of the first demand job still queued among those waited for; False when there is none."""
+    """Copy a chunk of the first demand job still queued among those waited for; False when there is none.
+
+    Only from memory: a read of a file may hang, and the caller's timeout with it.
+    """
     cdef Py_ssize_t i
     cdef Slot* job
     cdef Mover* mover
-    if room.paused:
+    if room.paused or room.link.hangs:
         return False
     for i in range(n):
         job = &room.slots[slots[i]]
         if job.state != QUEUED or job.level != DEMAND or job.generation != generations[i]:
+            continue
+        if room.segments[job.segment].file >= 0:
             continue
         mover = take_mover(room)
         if mover == NULL:

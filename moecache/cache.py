@@ -1,4 +1,4 @@
-"""ExpertCache, Request, Lease: ask ``_core`` what to do, tell ``_engine`` to do it."""
+"""ExpertCache: a few experts on the device, the others one copy away."""
 
 from __future__ import annotations
 
@@ -6,37 +6,34 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from ._core import Core, RequestState, Step
+from ._core import Core
 from ._engine import Engine
 from .bank import ExpertBank
-from .cuda import CudaCopies, copies_for, numbered
+from .cuda import CudaCopies, numbered
 from .errors import ClosedError, LeaseError, PolicyError, RoutingError, TransferError
 from .history import Fingerprint, History, open_history
 from .learning import open_learner
 from .policy import Score, resolve
 from .pool import Pool, slots_for
-from .router_output import ID_SIZE, UNSIGNED, check_weights, counted_mask, ids_on_cpu, signed
+from .request import Request
+from .runtime import Runtime, Setup
 from .stats import Stats
 
 if TYPE_CHECKING:
-    from ._engine import Sources
     from .lab.record import Recorder
 
-__all__ = ["ExpertCache", "Lease", "Request"]
+__all__ = ["ExpertCache"]
 
 logger = logging.getLogger("moecache")
 
-_FIRST_ROW = torch.zeros(1, dtype=torch.int64)
-# The engine's window: what may be on the link before something that is wanted more.
-_WINDOW_BYTES = 4 << 20
+_SLICE_S = 0.05  # how late a wait looks again, should it miss an event
 
 
 class ExpertCache:
@@ -122,22 +119,27 @@ class ExpertCache:
         self._policy = resolve(policy)
         if not prefetch_waste >= 0:
             raise PolicyError(f"prefetch_waste {prefetch_waste} is no share: expected a number from 0 on, such as 0.25")
-        self._prefetch, self._prefetch_waste = prefetch, prefetch_waste
-        self._threads = threads or (2 if bank.location == "disk" else 1)
-        self._link = link
         slots = self._slots_for(capacity)
         self.history, self._history_path = open_history(history, Fingerprint.of(bank, top_k), history_capacity)
         self._learner = open_learner(learn, self.history, self._history_path, self._policy.name)
         self.closed = False
-        self._slot_freed = threading.Condition()
-        self._waiting = 0
-        self._leases: dict[int, int] = {}
-        self._mean_expert_nbytes = bank.nbytes / sum(self.num_experts)
-        self._moved: dict[str, int] = {}
-        self._copies: CudaCopies | None = None
+        self._resizing = threading.Lock()
+        self._resizer = 0  # the thread that holds it
+        self._pauses = 0
         self._recorder: Recorder | None = None
+        setup = Setup(
+            bank=bank,
+            history=self.history,
+            device=self.device,
+            policy=self._policy,
+            prefetch=prefetch,
+            prefetch_waste=prefetch_waste,
+            top_k=top_k,
+            threads=threads or (2 if bank.location == "disk" else 1),
+            link=link,
+        )
         try:
-            self._build(Pool(bank.kinds, slots, self.device))
+            self._runtime = Runtime(setup, Pool(bank.kinds, slots, self.device))
         except BaseException:
             if self._learner is not None:
                 self._learner.close()
@@ -152,40 +154,44 @@ class ExpertCache:
             per_kind[kind] += self.num_experts[layer]
         return slots_for(capacity, self.bank.kinds, per_kind, self.device, self.top_k)
 
-    def _build(self, pool: Pool) -> None:
-        self.pool = pool
-        self.capacity = sum(pool.slots)
-        complete = np.zeros(self.capacity, np.int32)
-        numbers, addresses, strides = self.pool.regions()
-        sources = self.bank.sources(numbers)
-        self._copies = self._copies_for(sources) if self._link is None else None
-        link = self._link if self._copies is None else self._copies.link
-        self._engine = Engine(
-            sources, addresses, strides, complete, link=link, threads=self._threads, owner=(self.bank, self.pool)
-        )
-        self._core = Core(
-            self.history.store,
-            np.array(self.bank.layer_kind, np.int32),
-            np.array(pool.slots, np.int32),
-            complete,
-            self._policy.code,
-            self._policy.address,
-            self._prefetch,
-            self.top_k or 0,
-            self._prefetch_waste,
-        )
+    # What it runs on. A resize replaces it; whoever holds the old one is led to the new one.
 
-    def _tell_pace(self, layer_s: float) -> None:
-        # The core has no clock: what a step and a copy take is told to it.
-        rate = self._engine.link_rate
-        if rate > 0:
-            expert = self._mean_expert_nbytes
-            self._core.pace(layer_s, expert / rate, min(expert, _WINDOW_BYTES) / rate)
+    def _current(self) -> Runtime:
+        while (successor := self._runtime.core.successor) is not None:
+            self._runtime = successor
+        return self._runtime
 
-    def _copies_for(self, sources: Sources) -> CudaCopies | None:
-        if self.device.type != "cuda":
-            return None
-        return copies_for(sources, self.device, self.capacity, self.bank)
+    def _follow(self, since: float) -> None:
+        # For a call that the core refused: go to the core that took its place, or wait until a resize is over.
+        core = self._runtime.core
+        if self._current().core is not core or core.closed:
+            return
+        seen = core.event
+        if core.frozen:
+            core.wait_event(seen, _SLICE_S)
+        if time.monotonic() - since > self.timeout:
+            raise LeaseError(f"a resize has held this call up for more than {self.timeout:g} s (timeout)")
+
+    @property
+    def _core(self) -> Core:
+        return self._current().core
+
+    @property
+    def _engine(self) -> Engine:
+        return self._current().engine
+
+    @property
+    def _copies(self) -> CudaCopies | None:
+        return self._current().copies
+
+    @property
+    def pool(self) -> Pool:
+        """The slots, as they are now."""
+        return self._current().pool
+
+    @property
+    def capacity(self) -> int:
+        return sum(self.pool.slots)
 
     def _say_if_small(self) -> None:
         one_token = (self.top_k or 1) * len(self.num_experts)
@@ -234,17 +240,21 @@ class ExpertCache:
 
     def stats(self) -> Stats:
         """Counters since the start or the last :meth:`reset_stats`."""
-        core = self._core.counters()
-        lock = None if self._copies is None else self._copies.lock
+        runtime = self._current()
+        core = runtime.core.counters()
+        seconds = {name[:-3] + "_s": core.pop(name) / 1e9 for name in list(core) if name.endswith("_ns")}
+        moved = runtime.counters()
+        lock = None if runtime.copies is None else runtime.copies.lock
         learner = self._learner
-        moved = {name: n + self._moved.get(name, 0) for name, n in self._engine_counters().items()}
         return Stats(
             **core,
+            **seconds,
             bytes_demand=moved["bytes_demand"],
             bytes_prefetch=moved["bytes_prefetch"],
-            stall_s=moved["stall_ns"] / 1e9,
+            reading_s=moved["reading_ns"] / 1e9,
+            copying_s=(moved["busy_ns"] - moved["reading_ns"]) / 1e9,
             capacity_experts=self.capacity,
-            resident_experts=len(self._core.resident()),
+            resident_experts=len(runtime.core.resident()),
             resident_bytes=self.resident_nbytes,
             expert_bytes_total=self.bank.nbytes,
             direct_reads=moved["direct_reads"],
@@ -254,19 +264,20 @@ class ExpertCache:
             fits_failed=0 if learner is None else learner.fits_failed,
             host_locked_bytes=0 if lock is None else lock.locked_nbytes,
             host_pageable_bytes=0 if lock is None else lock.pageable_nbytes,
-            layer_demands=tuple(self._core.layer_demands.tolist()),
-            layer_hits=tuple(self._core.layer_hits.tolist()),
+            layer_demands=tuple(runtime.core.layer_demands.tolist()),
+            layer_hits=tuple(runtime.core.layer_hits.tolist()),
         )
 
-    def _engine_counters(self) -> dict[str, int]:
-        return self._engine.counters() if not self.closed else dict.fromkeys(self._moved, 0)
-
     def reset_stats(self) -> None:
-        """Start the counters over, for measurements after a warm-up."""
+        """Start the counters over, for measurements after a warm-up. Prefetches still on their way, or not asked for yet,
+        count as issued from here on.
+
+        Raises
+        ------
+        ClosedError
+        """
         self._check_open()
-        self._core.reset_counters()
-        self._engine.reset_counters()
-        self._moved = {}
+        self._current().reset_counters()
         if self._learner is not None:
             self._learner.fits = self._learner.fits_failed = 0
 
@@ -294,41 +305,64 @@ class ExpertCache:
         return self._recorder
 
     def resize(self, capacity: int | float | str) -> None:
-        """Change the number of slots between steps; the experts most worth keeping stay.
+        """Change the number of slots; the experts most wanted stay.
 
-        For the length of the call both pools exist.
+        May be called at any time, from any thread: steps under way are waited for, and new ones wait until it is over.
+        Shrinking needs no second pool on a CPU, and beside the old one room for the largest parameter's new slots on
+        another device; for the length of a growth both pools exist. The same size changes nothing.
 
         Raises
         ------
         CapacityError
-            A capacity that cannot work; the cache is as it was.
+            A capacity that cannot work, or the device has no room; the cache is as it was.
         LeaseError
-            A step is under way.
+            This thread has a lease open or is resizing already, other threads' leases did not end before the timeout, or
+            the cache is paused; it is as it was.
+        TransferError
+            What moves did not land before the timeout, or new I/O threads could not be started; it is as it was.
+        ClosedError
         """
         self._check_open()
-        if self._copies is not None:
-            self._copies.check("resize() was called")
+        if self._resizer == threading.get_ident():
+            raise LeaseError("resize() inside a resize() of the same thread; let the first one end")
+        with self._resizing:
+            self._resizer = threading.get_ident()
+            try:
+                self._resize(capacity)
+            finally:
+                self._resizer = 0
+
+    def _resize(self, capacity: int | float | str) -> None:
+        runtime = self._current()
+        core = runtime.core
+        if runtime.copies is not None:
+            runtime.copies.check("resize() was called")
         slots = self._slots_for(capacity)
-        if self._core.under_way or any(list(self._leases.values())):
+        if slots == runtime.pool.slots and not core.worn:
+            return
+        if core.open_here():
             raise LeaseError("resize() while a lease is open: leave the `with request.route(...)` block first")
-        self._engine.drain(self.timeout)
-        core, pool, copies = self._core, self.pool, self._copies
-        new_pool = Pool(self.bank.kinds, slots, self.device)
-        # A link serves one engine at a time.
-        self._keep_counters(self._engine)
-        self._engine.close()
-        self._build(new_pool)
-        for kind, tensors in enumerate(self.pool.tensors):
-            for n, slot in enumerate(core.retained(kind, slots[kind]).tolist()):
-                for name, tensor in tensors.items():
-                    tensor[n].copy_(pool.tensors[kind][name][slot - pool.first_slot[kind]])
-                self._core.adopt(self.pool.first_slot[kind] + n, int(core.slot_expert[slot]))
-        self._core.inherit(core)
-        if self._copies is not None:
-            # The copies above, too, were given to the compute stream only.
-            self._copies.mark_readers(np.arange(self.capacity, dtype=np.int32))
-        if copies is not None:
-            copies.close()
+        if self._pauses:
+            raise LeaseError("resize() inside a `with cache.paused()` block; leave it first")
+        began = time.monotonic()
+        core.freeze()
+        try:
+            while True:
+                seen, running = core.event, core.open_count()
+                if not running:
+                    break
+                if time.monotonic() - began > self.timeout:
+                    raise LeaseError(f"{running} leases of other threads did not end within {self.timeout:g} s (timeout)")
+                core.wait_event(seen, _SLICE_S)
+            self._check_open()
+            runtime.engine.drain(self.timeout)
+            self._runtime = runtime.replaced(slots)
+        except OSError as error:
+            if isinstance(error, TransferError):
+                raise
+            raise TransferError(error.errno, f"the cache keeps its size: {error.strerror}", error.filename) from error
+        finally:
+            core.thaw()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -344,16 +378,16 @@ class ExpertCache:
         ClosedError
         """
         self._check_open()
-        engine = self._engine
-        engine.pause(self.timeout)
+        with self._resizing:
+            engine = self._engine
+            engine.pause(self.timeout)
+            self._pauses += 1
         try:
             yield
         finally:
-            with suppress(ClosedError):  # closed, or resized, meanwhile
+            self._pauses -= 1
+            with suppress(ClosedError):  # closed meanwhile
                 engine.resume()
-
-    def _keep_counters(self, engine: Engine) -> None:
-        self._moved = {name: n + self._moved.get(name, 0) for name, n in engine.counters().items()}
 
     def close(self) -> None:
         """End open requests, stop the I/O threads, give the pool back, write the history if it came with a path.
@@ -362,14 +396,13 @@ class ExpertCache:
         """
         if self.closed:
             return
-        self._core.end_requests()
-        with suppress(ClosedError):  # in a forked child the engine is the parent's
-            self._keep_counters(self._engine)
         self.closed = True
-        self._engine.close()
-        if self._copies is not None:
-            self._copies.close()
-        self.pool.tensors = ()
+        while True:
+            # A resize that takes place between the look and the call leaves another runtime to be closed.
+            runtime = self._current()
+            runtime.close()
+            if runtime.core.successor is None:
+                break
         if self._recorder is not None:
             self._recorder.close()
         if self._learner is not None:
@@ -385,6 +418,9 @@ class ExpertCache:
     ) -> None:
         self.close()
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a cache holds addresses and threads and cannot be pickled or copied; make a new one over the bank")
+
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.capacity} of {sum(self.num_experts)} experts on {self.device}"
         return f"<ExpertCache {state}, {self.policy}, bank on {self.bank.location}>"
@@ -394,322 +430,3 @@ class ExpertCache:
             raise ClosedError("this cache is closed; make a new one")
 
 
-class Request:
-    """One prompt and its answer: what it routes is counted, matched and, at its end, kept in the history.
-
-    Made by :meth:`ExpertCache.request`. Used by one thread at a time; different requests may run in different threads.
-    """
-
-    def __init__(self, cache: ExpertCache) -> None:
-        self.cache = cache
-        self._state: RequestState = cache._core.begin_request()
-        self._decoded_at = 0.0
-        self._waited = 0.0
-        self.closed = False
-
-    @property
-    def counts(self) -> tuple[np.ndarray, ...]:
-        """The activation matrix so far: for each layer an int64 array of tokens routed to each expert."""
-        return tuple(np.split(self._state.counts, np.cumsum(self.cache.num_experts)[:-1]))
-
-    def route(
-        self,
-        layer: int,
-        ids: torch.Tensor,
-        weights: torch.Tensor | None = None,
-        *,
-        decode: bool | None = None,
-        counted: torch.Tensor | None = None,
-    ) -> Lease:
-        """Take the router's choice for one step; returns a lease on the experts' slots.
-
-        Parameters
-        ----------
-        layer : int
-            Which MoE layer, counting only those, from 0.
-        ids : integer Tensor ``[tokens, k]``
-            -1 is padding: nothing is loaded or counted for it. An expert named twice in a row is served at both places
-            and counted once.
-        weights : float Tensor ``[tokens, k]``, optional
-            The gate weights, only looked at for NaN.
-        decode : bool, optional
-            Whether the step belongs to the answer; by default when it has one token.
-        counted : bool Tensor ``[tokens]``, optional
-            False rows are computed but not counted (padding tokens of a batch).
-
-        Raises
-        ------
-        RoutingError
-            Ids out of range, of a wrong dtype, shape or device, or NaN weights. Nothing has changed.
-        ClosedError
-        CaptureError
-            The current stream captures a CUDA graph.
-        """
-        cache = self.cache
-        if self.closed or cache.closed:
-            raise ClosedError("this request is closed" if self.closed else "this cache is closed; make a new one")
-        if cache._copies is not None:
-            cache._copies.check(f"layer {layer}: experts were asked for")
-        if type(ids) is not torch.Tensor or not ids.is_cpu:
-            ids = ids_on_cpu(ids, cache.device, layer)
-        itemsize = ID_SIZE.get(ids.dtype)
-        if itemsize is None and ids.dtype in UNSIGNED:
-            ids, itemsize = signed(ids), 8
-        if itemsize is None:
-            raise RoutingError(f"layer {layer}: ids are {ids.dtype}; expected integers such as torch.int64")
-        shape = ids.shape
-        if len(shape) != 2:
-            raise RoutingError(f"layer {layer}: ids have shape {tuple(shape)}; expected [tokens, k]")
-        tokens, k = shape
-        if weights is not None:
-            check_weights(weights, ids, layer)
-        row_stride, column_stride = ids.stride()
-        mask = None if counted is None else counted_mask(counted, tokens, layer)
-        decode = tokens == 1 if decode is None else decode
-        self._time(decode)
-        step = cache._core.route(
-            self._state,
-            layer,
-            ids.data_ptr(),
-            itemsize,
-            tokens,
-            k,
-            row_stride,
-            column_stride,
-            decode,
-            0 if mask is None else mask.data_ptr(),
-            cache._sentinel,
-        )
-        lease = Lease(self, step)
-        if cache._recorder is not None:
-            cache._recorder.step(self, layer, ids, step.decode, mask)
-        if cache._learner is not None:
-            cache._learner.step(self, layer, ids, step.decode, mask)
-        plan = step.plan
-        if not plan.empty:
-            try:
-                lease._submit()
-            except BaseException:
-                lease.release()
-                raise
-        return lease
-
-    def _time(self, decode: bool) -> None:
-        # From one step of the answer to the next, less what this request waited for bytes.
-        now = time.perf_counter() if decode else 0.0
-        if decode and self._decoded_at:
-            self.cache._tell_pace(now - self._decoded_at - self._waited)
-        self._decoded_at, self._waited = now, 0.0
-
-    def hint(self, layer: int, chances: torch.Tensor | np.ndarray) -> None:
-        """Say what is known better of a coming layer, such as the model's own router on the hidden state of this one.
-
-        Prefetching believes it, instead of its own forecast, until this request routes the layer. Costs microseconds,
-        and for a tensor on a device the copy to the host.
-
-        Parameters
-        ----------
-        layer : int
-            Counting only MoE layers, from 0; its next visit is meant, this token's or the next one's.
-        chances : float Tensor or array ``[experts]``
-            For each expert the chance, in 0 to 1, that it is used; calibrated ones serve best.
-
-        Raises
-        ------
-        RoutingError
-            The layer or a number is out of range (NaN is), or the length is not the layer's. Nothing has changed.
-        ClosedError
-        """
-        cache = self.cache
-        if self.closed or cache.closed:
-            raise ClosedError("this request is closed" if self.closed else "this cache is closed; make a new one")
-        if isinstance(chances, torch.Tensor):
-            chances = chances.detach().to("cpu", torch.float32).numpy()
-        array = np.ascontiguousarray(chances, np.float32)
-        if array.ndim != 1:
-            raise RoutingError(f"layer {layer}: chances have shape {array.shape}; expected [experts]")
-        cache._core.hint(self._state, layer, array)
-
-    def close(self, keep: bool = True) -> None:
-        """End the request. With ``keep`` its activation matrix enters the history. A second call does nothing."""
-        if not self.closed:
-            self.closed = True
-            self.cache._core.end_request(self._state, keep)
-            if self.cache._learner is not None and not self.cache.closed:
-                self.cache._learner.between_requests()
-
-    def __enter__(self) -> Request:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(keep=kind is None)
-
-
-class Lease:
-    """The slots of one step, held until the ``with`` block is left.
-
-    Attributes
-    ----------
-    weights : mapping of parameter name to Tensor ``[slots, *shape]``
-        The pool of the layer; index it with the slots that :meth:`ready` yields.
-    """
-
-    __slots__ = ("_at", "_cache", "_core", "_first_slot", "_request", "_step", "_taken", "_thread", "weights")
-
-    def __init__(self, request: Request, step: Step) -> None:
-        self._request = request
-        self._cache = cache = request.cache
-        self._core = cache._core
-        self._step = step
-        kind = cache.bank.layer_kind[step.layer]
-        self.weights: Mapping[str, torch.Tensor] = cache.pool.tensors[kind]
-        self._first_slot = cache.pool.first_slot[kind]
-        self._at = (0, 0)
-        self._taken = -1
-        self._thread = threading.get_ident()
-        cache._leases[self._thread] = cache._leases.get(self._thread, 0) + 1
-
-    @property
-    def experts(self) -> list[int]:
-        """Distinct experts of the step, ascending."""
-        return self._step.expert_list()
-
-    @property
-    def slots(self) -> list[int]:
-        """Slot of each of :attr:`experts`, -1 where a later wave will give one. Only with ``missing == 0`` all hold bytes."""
-        first, slots, copies = self._first_slot, self._step.slot_list(), self._cache._copies
-        if copies is not None:
-            copies.before_reading(np.array([slot for slot in slots if slot >= 0], np.int32))
-        return [slot - first if slot >= 0 else -1 for slot in slots]
-
-    @property
-    def missing(self) -> int:
-        """How many of the experts were not there when the layer asked."""
-        return self._step.missing
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """int64 Tensor ``[n]``: at which of its top-k places each token of the item last yielded named the expert."""
-        begin, end = self._at
-        return torch.from_numpy(self._step.topk_position[begin:end])
-
-    def ready(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield ``(expert, slot, tokens)`` for every expert of the step: those already there first, then each as it
-        lands.
-
-        ``tokens`` is an int64 Tensor of row numbers, in the order in which ``torch.where`` lists the expert's one-hot
-        mask: by place
-        among the top k first, then by token. ``weights[name][slot]`` may be read until the next item is asked for. A
-        step that needs
-        more experts than there are slots runs in waves; the loop does not notice.
-
-        Raises
-        ------
-        TransferError
-            A copy failed; its ``__cause__`` is the original error. The next call tries again.
-        LeaseError
-            The lease has ended, or other leases held every slot until the timeout.
-        """
-        core, step, copies = self._core, self._step, self._cache._copies
-        rows = None if step.token_index is None else torch.from_numpy(step.token_index)
-        while True:
-            if not step.open:
-                raise LeaseError(f"layer {step.layer}: this lease has ended; read the slots inside its `with` block")
-            # The item before this one, be it that of an earlier loop that was left, is done with when the next is asked for.
-            if self._taken >= 0:
-                i, self._taken = self._taken, -1
-                if core.finish(step, i):
-                    self._mark_readers(step.plan.fetches[:, 1])
-                    self._submit()
-            if step.done == step.unique:
-                return
-            i = core.take(step)
-            if i < 0:
-                self._wait()
-                continue
-            expert, slot, begin, end = step.item(i)
-            if copies is not None and copies.link.is_fresh(slot):
-                copies.before_reading(np.array([slot], np.int32))
-            self._at, self._taken = (begin, end), i
-            if rows is not None:
-                tokens = rows[begin:end]
-            else:
-                tokens = _FIRST_ROW if end - begin == 1 else _FIRST_ROW.expand(end - begin)
-            yield expert, slot - self._first_slot, tokens
-
-    def _mark_readers(self, slots: np.ndarray) -> None:
-        # Kernels already issued still read these slots: no copy may start before them.
-        copies = self._cache._copies
-        if copies is not None:
-            copies.mark_readers(slots)
-
-    def _submit(self) -> None:
-        plan = self._step.plan
-        self._cache._engine.submit(plan.fetches, plan.prefetches, plan.priorities, plan.drops)
-
-    def _wait(self) -> None:
-        # Until one of this step's experts lands, or, when none of them has a slot, until another lease gives one up.
-        cache, step = self._cache, self._step
-        _, slots, generations = step.pending()
-        if not len(slots):
-            self._wait_for_slot()
-            return
-        began = time.perf_counter()
-        try:
-            cache._engine.wait_any(slots, generations, cache.timeout)
-        except TransferError as error:
-            position = getattr(error, "position", -1)
-            if position >= 0:
-                self._core.fail(int(slots[position]), int(generations[position]))
-            raise
-        finally:
-            self._request._waited += time.perf_counter() - began
-
-    def _wait_for_slot(self) -> None:
-        cache, step = self._cache, self._step
-        deadline = time.monotonic() + cache.timeout
-        with cache._slot_freed:
-            cache._waiting += 1
-            try:
-                others = self._held_by_others()
-                while not self._core.retry(step):
-                    # Nobody else to wait for, neither before the look nor after it: this thread holds the slots itself.
-                    before, others = others, self._held_by_others()
-                    if (not before and not others) or time.monotonic() > deadline:
-                        held = ", ".join(f"layer {layer} expert {expert}" for layer, expert in self._core.holders())
-                        raise LeaseError(
-                            f"layer {step.layer} needs slots for {step.deferred} more experts, and all "
-                            f"{cache.capacity} are held by leases ({held}); end a lease before the next step, or ask for a larger capacity"
-                        )
-                    cache._slot_freed.wait(0.05)
-            finally:
-                cache._waiting -= 1
-        self._submit()
-
-    def _held_by_others(self) -> int:
-        return sum(n for thread, n in list(self._cache._leases.items()) if thread != self._thread)
-
-    def release(self) -> None:
-        """Let go of the slots. A second call does nothing."""
-        step, cache = self._step, self._cache
-        if not step.open:
-            return
-        try:
-            if cache._copies is not None:
-                self._mark_readers(np.array([slot for slot in step.slot_list() if slot >= 0], np.int32))
-        finally:
-            self._core.release(step)
-            cache._leases[self._thread] -= 1
-            if cache._waiting:
-                with cache._slot_freed:
-                    cache._slot_freed.notify_all()
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()

@@ -1,7 +1,8 @@
-"""Device slots: for each kind of layer one ordinary contiguous tensor ``[slots, *shape]`` per expert parameter."""
+"""Device slots: for each kind of layer one tensor ``[slots, *shape]`` per expert parameter, its slots aligned."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,9 @@ _UNITS = {
 }
 # Left to activations, the KV cache and everybody else when the capacity is "auto".
 _AUTO_SHARE = 0.5
+# Where every slot of every parameter begins. Matrix products of some processors sum in an order that depends on where
+# the weights lie within a cache line: in slots all equally aligned, an expert gives the same bits in each.
+ALIGNMENT = 64
 
 
 class Pool:
@@ -43,7 +47,10 @@ class Pool:
     Attributes
     ----------
     tensors : tuple of dict of str to Tensor ``[slots, *shape]``
-        By kind and parameter, indexed by the slot's number within its kind.
+        By kind and parameter, indexed by the slot's number within its kind. A slot is contiguous and begins at a multiple
+        of 64 bytes; between slots there may be a gap.
+    nbytes : int
+        Bytes of all slots, gaps included.
     first_slot : tuple of int
         Number of each kind's first slot.
 
@@ -56,7 +63,7 @@ class Pool:
     def __init__(self, kinds: Sequence[Mapping[str, ParamSpec]], slots: Sequence[int], device: torch.device) -> None:
         if device.type not in ("cpu", "cuda"):
             raise CapacityError(f"no slots can be made on {device}: expected the CPU or a CUDA device")
-        self.nbytes = sum(n * expert_nbytes(kind) for kind, n in zip(kinds, slots, strict=True))
+        self.nbytes = sum(n * slot_nbytes(kind) for kind, n in zip(kinds, slots, strict=True))
         free = available_memory(device)
         if self.nbytes > free:
             raise CapacityError(
@@ -67,7 +74,7 @@ class Pool:
         self.slots = tuple(slots)
         self.first_slot = tuple(int(n) for n in np.concatenate([[0], np.cumsum(self.slots)])[:-1])
         self.tensors = tuple(
-            {name: torch.empty((n, *spec.shape), dtype=spec.dtype, device=device) for name, spec in kind.items()}
+            {name: _aligned_rows(n, spec, device) for name, spec in kind.items()}
             for kind, n in zip(kinds, slots, strict=True)
         )
 
@@ -89,8 +96,20 @@ class Pool:
         return numbers, np.array(addresses, np.uint64), np.array(strides, np.uint64)
 
 
-def expert_nbytes(kind: Mapping[str, ParamSpec]) -> int:
-    return sum(spec.nbytes for spec in kind.values())
+def slot_nbytes(kind: Mapping[str, ParamSpec]) -> int:
+    """Bytes that one more slot of a kind takes, the gaps that align it included."""
+    return sum(_aligned(spec.nbytes) for spec in kind.values())
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _aligned_rows(rows: int, spec: ParamSpec, device: torch.device) -> torch.Tensor:
+    stride = _aligned(spec.nbytes) // spec.dtype.itemsize
+    # Torch's allocators align to ALIGNMENT on the host and to more on a device.
+    storage = torch.empty((rows, stride), dtype=spec.dtype, device=device)
+    return storage[:, : math.prod(spec.shape)].unflatten(1, spec.shape) if spec.shape else storage[:, 0]
 
 
 def slots_for(
@@ -119,7 +138,7 @@ def slots_for(
     if top_k is not None and top_k < 1:
         raise CapacityError(f"top_k {top_k} is no number of experts per token: expected at least 1, or None")
     total = sum(experts_of_kind)
-    nbytes = sum(n * expert_nbytes(kind) for kind, n in zip(kinds, experts_of_kind, strict=True))
+    nbytes = sum(n * slot_nbytes(kind) for kind, n in zip(kinds, experts_of_kind, strict=True))
     share = _share(capacity, total, nbytes, device)
     # Largest remainders first, so that a number of experts is met exactly.
     exact = [share * n for n in experts_of_kind]
@@ -128,10 +147,10 @@ def slots_for(
         for kind in sorted(range(len(slots)), key=lambda i: slots[i] - exact[i])[: int(capacity) - sum(slots)]:
             slots[kind] += 1
     counted = isinstance(capacity, (int, np.integer))
-    cost = [1 if counted else expert_nbytes(kind) for kind in kinds]
+    cost = [1 if counted else slot_nbytes(kind) for kind in kinds]
     least = [min(top_k or 1, n) for n in experts_of_kind]
     if not _raise_to(least, slots, cost, share * (total if counted else nbytes)):
-        needed = sum(n * expert_nbytes(kind) for kind, n in zip(kinds, least, strict=True))
+        needed = sum(n * slot_nbytes(kind) for kind, n in zip(kinds, least, strict=True))
         raise CapacityError(
             f"capacity {capacity!r} is too small, one token needs {max(least)} at once: ask for at least {sum(least)} "
             f"experts or {needed:,} bytes (of {total}, {nbytes:,} bytes)"

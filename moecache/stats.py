@@ -9,7 +9,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .cache import ExpertCache
 
-__all__ = ["PrometheusCollector", "Stats"]
+__all__ = ["PrometheusCollector", "RequestStats", "Stats"]
+
+
+@dataclass(frozen=True)
+class RequestStats:
+    """What one request has asked of the cache; the words are those of :class:`Stats`."""
+
+    demands: int
+    hits: int
+    prompt_tokens: int
+    decode_tokens: int
+    stall_s: float
+    slot_wait_s: float
+
+    @property
+    def misses(self) -> int:
+        return self.demands - self.hits
 
 
 @dataclass(frozen=True)
@@ -31,12 +47,19 @@ class Stats:
     prefetch_useful: int
     prefetch_late: int
     prefetch_wasted: int
-    prefetch_dropped: int
+    prefetch_dropped: int  # of the wasted ones
+    prefetch_pending: int  # on their way, or not asked for yet: issued = useful + late + wasted + pending
     bytes_demand: int
     bytes_prefetch: int
-    stall_s: (
-        float  # time the caller waited for bytes (on a device: for the last to be under way), its own copies included
-    )
+    # Seconds of all requests together, as their threads spend them: requests_s is how long they were open, and
+    # deciding_s + stall_s + slot_wait_s + computing_s + elsewhere_s add up to it.
+    requests_s: float
+    deciding_s: float  # in route(): counting, matching, choosing
+    stall_s: float  # waiting for bytes (on a device: for the last to be under way), the caller's own copies included
+    slot_wait_s: float  # waiting for other leases to give up slots
+    computing_s: float  # between an expert handed out and the next one asked for: its arithmetic, as far as the host sees it
+    reading_s: float  # I/O threads and helping callers: chunks that came from files
+    copying_s: float  # and those that came from memory
     waves: int  # steps that needed more experts than the cache had slots to give
     requests: int  # finished requests
     steps: int
@@ -61,13 +84,18 @@ class Stats:
         return self.hits / self.demands if self.demands else 0.0
 
     @property
+    def elsewhere_s(self) -> float:
+        """Seconds that requests were open and their threads outside the cache: the rest of the model, pauses."""
+        return self.requests_s - self.deciding_s - self.stall_s - self.slot_wait_s - self.computing_s
+
+    @property
     def bytes_per_token(self) -> float:
         """Bytes moved per token routed, demanded and prefetched together."""
         return (self.bytes_demand + self.bytes_prefetch) / self.tokens if self.tokens else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields and ``hit_rate``, of plain Python types."""
-        return {**asdict(self), "hit_rate": self.hit_rate}
+        """All fields, ``hit_rate`` and ``elsewhere_s``, of plain Python types."""
+        return {**asdict(self), "hit_rate": self.hit_rate, "elsewhere_s": self.elsewhere_s}
 
     def __str__(self) -> str:
         rows = [
@@ -84,7 +112,13 @@ class Stats:
                 f"{self.prefetch_issued:,}: {self.prefetch_useful:,} useful, {self.prefetch_late:,} late, "
                 f"{self.prefetch_wasted:,} wasted ({self.prefetch_dropped:,} before they landed), {_bytes(self.bytes_prefetch)}",
             ),
-            ("stall", f"{self.stall_s:.3f} s"),
+            (
+                "time",
+                f"{self.requests_s:.3f} s: {self.deciding_s:.3f} deciding, {self.stall_s:.3f} stall, "
+                f"{self.slot_wait_s:.3f} waiting for slots, {self.computing_s:.3f} computing experts, "
+                f"{self.elsewhere_s:.3f} elsewhere",
+            ),
+            ("link", f"{self.reading_s:.3f} s reading files, {self.copying_s:.3f} s copying"),
             ("bytes per token", _bytes(self.bytes_per_token)),
         ]
         width = max(len(name) for name, _ in rows)
@@ -112,6 +146,7 @@ class PrometheusCollector:
         "expert_bytes_total",
         "host_locked_bytes",
         "host_pageable_bytes",
+        "prefetch_pending",
     )
 
     def __init__(self, cache: ExpertCache, labels: dict[str, str] | None = None) -> None:

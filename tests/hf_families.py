@@ -115,14 +115,37 @@ def save(family: str, folder: Path, dtype: torch.dtype = torch.float32, **change
     return folder
 
 
+def aligned(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with every weight, and of stacked experts every expert, in memory that begins at a multiple of 64 bytes.
+
+    Float32 products of one row depend, on some processors, on where the weights lie: a file that is mapped may put them
+    anywhere, and so do experts whose bytes are no multiple of 64. What is compared bit by bit is aligned first.
+    """
+    for module in model.modules():
+        stacked = hasattr(module, "num_experts")
+        for param in module.parameters(recurse=False):
+            if param.device.type == "meta":
+                continue
+            if stacked and param.dim() > 1 and param.shape[0] == module.num_experts:
+                row = param[0].numel()
+                storage = torch.empty((len(param), -(-row // 64) * 64), dtype=param.dtype)
+                param.data = storage[:, :row].unflatten(1, param.shape[1:]).copy_(param.data)
+            else:
+                param.data = torch.empty(param.shape, dtype=param.dtype).copy_(param.data)
+            assert param.data_ptr() % 64 == 0
+    return model
+
+
 def load_eager(folder: Path, **kwargs: Any) -> PreTrainedModel:
     """The resident model, computed by the class's own eager forward."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager", **kwargs)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager", **kwargs)
+    return aligned(model)
 
 
 def load_empty(folder: Path, **kwargs: Any) -> PreTrainedModel:
     """The model with its experts kept out."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, experts_implementation="moecache", **kwargs)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, experts_implementation="moecache", **kwargs)
+    return aligned(model)
 
 
 def left_padded(rows: int = 4, longest: int = 9, vocab: int = 96) -> tuple[torch.Tensor, torch.Tensor]:

@@ -274,8 +274,8 @@ def test_top_k_up_to_all_experts(k: int) -> None:
     ids=str,
 )
 def test_capacities(bank: ExpertBank, capacity: Any, slots: int) -> None:
-    # An expert has 45 float32, 180 bytes would be 11 in 2 KB.
-    each = bank.expert_nbytes(0)
+    # An expert has 45 float32 in slots that are multiples of 64 bytes.
+    each = pool.slot_nbytes(bank.kinds[0])
     with ExpertCache(bank, capacity) as cache:
         assert cache.capacity == (2000 // each if capacity == "2KB" else slots)
         assert cache.resident_nbytes == 0
@@ -337,7 +337,7 @@ def test_more_than_the_machine_has_is_refused_before_allocating(
 
 
 def test_auto_takes_a_share_of_what_is_free(bank: ExpertBank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "available_memory", lambda device: bank.nbytes // 2)
+    monkeypatch.setattr(pool, "available_memory", lambda device: 8 * pool.slot_nbytes(bank.kinds[0]))
     with ExpertCache(bank, "auto") as cache:
         assert cache.capacity == 4
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_families import build, left_padded, load_eager, load_empty, save
+from hf_families import aligned, build, left_padded, load_eager, load_empty, save
 from torch import nn
 
 import moecache
@@ -298,7 +298,7 @@ def test_shared_experts_and_dense_layers_stay(tmp_path: Path) -> None:
 
 def test_load_in_one_call(mixtral: Path) -> None:
     eager = load_eager(mixtral)
-    model = moecache.load(mixtral, capacity=0.5, policy="lru", prefetch=False)
+    model = aligned(moecache.load(mixtral, capacity=0.5, policy="lru", prefetch=False))
     assert type(model) is type(eager)
     assert model.moecache.policy == "lru"
     assert model.moecache.capacity == 8

@@ -169,7 +169,7 @@ def test_whole_model(family: str) -> None:
     for param in model.parameters():
         if param.dim() > 1:
             param.normal_(0.0, 0.2)
-    model.set_experts_implementation("eager")
+    aligned(model).set_experts_implementation("eager")
     ids = torch.randint(3, 60, (2, 6))
     expected = model(ids).logits
     with moecache.attach(model, 3) as cache:
@@ -194,7 +194,7 @@ def test_language_experts_of_a_multimodal_model() -> None:
     vision |= {"deepstack_visual_indexes": [0]}
     torch.manual_seed(0)
     model = Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(text_config=text, vision_config=vision)).eval()
-    model.set_experts_implementation("eager")
+    aligned(model).set_experts_implementation("eager")
     ids = torch.randint(3, 60, (1, 6))
     with torch.no_grad():
         expected = model(ids).logits

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from hf_families import FAMILIES, build, left_padded, load_eager, load_empty, save
+from hf_families import FAMILIES, aligned, build, left_padded, load_eager, load_empty, save
 from safetensors.torch import load_file, save_file
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
@@ -81,8 +81,8 @@ def test_loading_info_is_clean(mixtral: Path) -> None:
 
 def test_base_model_and_wrapped_model(mixtral: Path) -> None:
     """The same checkpoint without the head: names lose their prefix."""
-    eager = transformers.AutoModel.from_pretrained(mixtral, experts_implementation="eager")
-    model = transformers.AutoModel.from_pretrained(mixtral, experts_implementation="moecache")
+    eager = aligned(transformers.AutoModel.from_pretrained(mixtral, experts_implementation="eager"))
+    model = aligned(transformers.AutoModel.from_pretrained(mixtral, experts_implementation="moecache"))
     moecache.attach(model, 4, bank="disk")
     with torch.no_grad():
         assert torch.equal(model(IDS).last_hidden_state, eager(IDS).last_hidden_state)
@@ -115,7 +115,7 @@ def test_another_layout_is_converted_into_ram_only(tmp_path: Path) -> None:
 
     save("gpt_oss", tmp_path)
     file = one_file(tmp_path)
-    expected = build("gpt_oss")
+    expected = aligned(build("gpt_oss"))
 
     def transpose(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if name.endswith("experts.down_proj")]:
@@ -168,6 +168,7 @@ def test_quantised_checkpoint_is_dequantised_into_ram_only(tmp_path: Path) -> No
     assert cache.stats().evictions > 0
 
 
+@pytest.mark.failure("C13")
 def test_checkpoint_with_stacked_experts(tmp_path: Path) -> None:
     """Already in the model's own layout: one 3-D tensor a parameter, rows are experts."""
     model = build("qwen3_moe")

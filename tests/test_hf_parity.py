@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_families import FAMILIES, build, config_of, continued, left_padded, load_eager, load_empty, save
+from hf_families import FAMILIES, aligned, build, config_of, continued, left_padded, load_eager, load_empty, save
 
 import moecache
 import moecache.hf
@@ -133,14 +133,14 @@ def test_one_expert(tmp_path: Path) -> None:
 
 def test_layers_of_different_counts_and_sizes() -> None:
     """As in a pruned model: fewer and narrower experts in one layer, each size with slots of its own."""
-    eager = build("mixtral", num_hidden_layers=3)
+    eager = aligned(build("mixtral", num_hidden_layers=3))
     config = config_of("mixtral", num_local_experts=5, intermediate_size=32)
     config._experts_implementation = "eager"
     block = type(eager.model.layers[1].mlp)(config).eval()
     with torch.no_grad():
         for param in block.parameters():
             param.normal_(0.0, 0.2)
-    eager.model.layers[1].mlp = block
+    eager.model.layers[1].mlp = aligned(block)
     eager.set_experts_implementation("eager")
     model = copy.deepcopy(eager)
     cache = moecache.attach(model, 8)

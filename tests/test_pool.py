@@ -14,7 +14,7 @@ from reference_core import SETTINGS
 from moecache import pool
 from moecache.bank import ParamSpec
 from moecache.errors import CapacityError
-from moecache.pool import Pool, available_memory, expert_nbytes, slots_for
+from moecache.pool import Pool, available_memory, slot_nbytes, slots_for
 
 CPU = torch.device("cpu")
 SMALL = {"w": ParamSpec((4, 3), torch.float32), "b": ParamSpec((5,), torch.uint8)}
@@ -32,8 +32,8 @@ def test_tensors_of_every_kind() -> None:
     ]
     assert [t.dtype for kind in made.tensors for t in kind.values()] == [torch.float32, torch.uint8, torch.bfloat16]
     assert made.first_slot == (0, 3)
-    assert made.nbytes == 3 * (48 + 5) + 2 * 128 == sum(t.nbytes for kind in made.tensors for t in kind.values())
-    assert all(t.is_contiguous() for kind in made.tensors for t in kind.values())
+    assert made.nbytes == 3 * (64 + 64) + 2 * 128
+    assert made.nbytes == sum(t.untyped_storage().nbytes() for kind in made.tensors for t in kind.values())
 
 
 def test_one_slot_number_serves_all_regions() -> None:
@@ -45,6 +45,18 @@ def test_one_slot_number_serves_all_regions() -> None:
         for local in range(len(tensor)):
             slot = made.first_slot[kind] + local
             assert (int(addresses[number]) + slot * int(strides[number])) % 2**64 == tensor[local].data_ptr()
+
+
+@pytest.mark.failure("C13")
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex128, torch.float8_e8m0fnu], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (33, 30), (2, 3, 5), (4097,), (16, 16)], ids=str)
+def test_every_slot_is_contiguous_and_aligned_whatever_its_size(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    (tensors,) = Pool([{"w": ParamSpec(shape, dtype)}], [5], CPU).tensors
+    slots = tensors["w"]
+    assert slots.shape == (5, *shape)
+    assert all(slots[n].is_contiguous() and slots[n].data_ptr() % 64 == 0 for n in range(5))
+    # No gap where none is needed.
+    assert slots.is_contiguous() == (ParamSpec(shape, dtype).nbytes % 64 == 0)
 
 
 def test_a_pool_beyond_what_is_free_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +100,7 @@ def test_bytes_are_a_bound(experts: list[int], nbytes: int) -> None:
         slots = slots_for(f"{nbytes}B", kinds, experts, CPU, None)
     except CapacityError:
         assume(False)
-    assert sum(s * expert_nbytes(kind) for s, kind in zip(slots, kinds, strict=True)) <= nbytes
+    assert sum(s * slot_nbytes(kind) for s, kind in zip(slots, kinds, strict=True)) <= nbytes
     assert all(1 <= s <= n for s, n in zip(slots, experts, strict=True))
 
 

@@ -1,0 +1,209 @@
+"""One prompt and its answer, as the cache sees them."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ._core import RequestState, Step
+from .errors import ClosedError, RoutingError
+from .lease import DeviceLease, Lease
+from .router_output import ID_SIZE, UNSIGNED, check_weights, counted_mask, ids_on_cpu, signed
+from .stats import RequestStats
+
+if TYPE_CHECKING:
+    from .cache import ExpertCache
+    from .runtime import Runtime
+
+__all__ = ["Request"]
+
+
+class Request:
+    """One prompt and its answer: what it routes is counted, matched and, at its end, kept in the history.
+
+    Made by :meth:`ExpertCache.request`. Used by one thread at a time; different requests may run in different threads.
+    """
+
+    def __init__(self, cache: ExpertCache) -> None:
+        self.cache = cache
+        began = time.monotonic()
+        while (state := cache._runtime.core.begin_request()) is None:
+            cache._follow(began)
+        self._state: RequestState = state
+        self._decoded_at = 0.0
+        self._waited_s = 0.0
+        self.closed = False
+
+    @property
+    def counts(self) -> tuple[np.ndarray, ...]:
+        """The activation matrix so far: for each layer an int64 array of tokens routed to each expert."""
+        return tuple(np.split(self._state.counts, np.cumsum(self.cache.num_experts)[:-1]))
+
+    def stats(self) -> RequestStats:
+        """What this request has asked of the cache so far; the sums over all requests are the cache's."""
+        state = self._state
+        return RequestStats(
+            demands=state.demands,
+            hits=state.hits,
+            prompt_tokens=state.prompt_tokens,
+            decode_tokens=state.decode_tokens,
+            stall_s=state.stall_ns / 1e9,
+            slot_wait_s=state.slot_wait_ns / 1e9,
+        )
+
+    def route(
+        self,
+        layer: int,
+        ids: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        *,
+        decode: bool | None = None,
+        counted: torch.Tensor | None = None,
+    ) -> Lease:
+        """Take the router's choice for one step; returns a lease on the experts' slots.
+
+        Parameters
+        ----------
+        layer : int
+            Which MoE layer, counting only those, from 0.
+        ids : integer Tensor ``[tokens, k]``
+            -1 is padding: nothing is loaded or counted for it. An expert named twice in a row is served at both places
+            and counted once.
+        weights : float Tensor ``[tokens, k]``, optional
+            The gate weights, only looked at for NaN.
+        decode : bool, optional
+            Whether the step belongs to the answer; by default when it has one token.
+        counted : bool Tensor ``[tokens]``, optional
+            False rows are computed but not counted (padding tokens of a batch).
+
+        Raises
+        ------
+        RoutingError
+            Ids out of range, of a wrong dtype, shape or device, or NaN weights; another thread is routing this request.
+            Nothing has changed.
+        LeaseError
+            A resize held the step up until the timeout.
+        ClosedError
+        CaptureError
+            The current stream captures a CUDA graph.
+        """
+        cache, runtime = self.cache, self.cache._runtime
+        if self.closed or cache.closed:
+            raise ClosedError("this request is closed" if self.closed else "this cache is closed; make a new one")
+        if runtime.copies is not None:
+            runtime.copies.check(f"layer {layer}: experts were asked for")
+        if type(ids) is not torch.Tensor or not ids.is_cpu:
+            ids = ids_on_cpu(ids, cache.device, layer)
+        itemsize = ID_SIZE.get(ids.dtype)
+        if itemsize is None and ids.dtype in UNSIGNED:
+            ids, itemsize = signed(ids), 8
+        if itemsize is None:
+            raise RoutingError(f"layer {layer}: ids are {ids.dtype}; expected integers such as torch.int64")
+        shape = ids.shape
+        if len(shape) != 2:
+            raise RoutingError(f"layer {layer}: ids have shape {tuple(shape)}; expected [tokens, k]")
+        tokens, k = shape
+        if weights is not None:
+            check_weights(weights, ids, layer)
+        row_stride, column_stride = ids.stride()
+        mask = None if counted is None else counted_mask(counted, tokens, layer)
+        decode = tokens == 1 if decode is None else decode
+        self._time(decode)
+        asked = (layer, ids.data_ptr(), itemsize, tokens, k, row_stride, column_stride, decode)
+        step = runtime.core.route(self._state, *asked, 0 if mask is None else mask.data_ptr(), cache._sentinel)
+        if step is None:
+            runtime, step = self._route_after_resize(*asked, 0 if mask is None else mask.data_ptr(), cache._sentinel)
+        lease = Lease(self, runtime, step) if runtime.copies is None else DeviceLease(self, runtime, step)
+        try:
+            if cache._recorder is not None:
+                cache._recorder.step(self, layer, ids, step.decode, mask)
+            if cache._learner is not None:
+                cache._learner.step(self, layer, ids, step.decode, mask)
+            if not step.plan.empty:
+                lease._submit()
+        except BaseException:
+            lease.release()
+            raise
+        return lease
+
+    def _route_after_resize(self, *asked: Any) -> tuple[Runtime, Step]:
+        began = time.monotonic()
+        while True:
+            self.cache._follow(began)
+            runtime = self.cache._runtime
+            step = runtime.core.route(self._state, *asked)
+            if step is not None:
+                return runtime, step
+
+    def _time(self, decode: bool) -> None:
+        # From one step of the answer to the next, less what this request waited for bytes.
+        now = time.perf_counter() if decode else 0.0
+        if decode and self._decoded_at:
+            self.cache._runtime.tell_pace(now - self._decoded_at - self._waited_s)
+        self._decoded_at, self._waited_s = now, 0.0
+
+    def _waited(self, seconds: float, *, for_slot: bool = False) -> None:
+        self._waited_s += seconds
+        self.cache._runtime.core.waited(self._state, seconds, for_slot)
+
+    def hint(self, layer: int, chances: torch.Tensor | np.ndarray) -> None:
+        """Say what is known better of a coming layer, such as the model's own router on the hidden state of this one.
+
+        Prefetching believes it, instead of its own forecast, until this request routes the layer. Costs microseconds,
+        and for a tensor on a device the copy to the host.
+
+        Parameters
+        ----------
+        layer : int
+            Counting only MoE layers, from 0; its next visit is meant, this token's or the next one's.
+        chances : float Tensor or array ``[experts]``
+            For each expert the chance, in 0 to 1, that it is used; calibrated ones serve best.
+
+        Raises
+        ------
+        RoutingError
+            The layer or a number is out of range (NaN is), or the length is not the layer's. Nothing has changed.
+        ClosedError
+        """
+        cache = self.cache
+        if self.closed or cache.closed:
+            raise ClosedError("this request is closed" if self.closed else "this cache is closed; make a new one")
+        if isinstance(chances, torch.Tensor):
+            chances = chances.detach().to("cpu", torch.float32).numpy()
+        array = np.ascontiguousarray(chances, np.float32)
+        if array.ndim != 1:
+            raise RoutingError(f"layer {layer}: chances have shape {array.shape}; expected [experts]")
+        cache._runtime.core.hint(self._state, layer, array)
+
+    def close(self, keep: bool = True) -> None:
+        """End the request and the leases it still has. With ``keep`` its activation matrix enters the history.
+
+        A second call does nothing.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        cache = self.cache
+        runtime = cache._runtime
+        if runtime.copies is not None and not cache.closed:
+            runtime.copies.mark_readers(runtime.core.pinned_by(self._state))
+        began = time.monotonic()
+        while not cache._runtime.core.end_request(self._state, keep):
+            cache._follow(began)
+        if cache._learner is not None and not cache.closed:
+            cache._learner.between_requests()
+
+    def __enter__(self) -> Request:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(keep=kind is None)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a request belongs to its cache and cannot be pickled or copied")
