@@ -234,7 +234,8 @@ def run_moecache(args: argparse.Namespace) -> dict[str, Any]:
     import moecache.hf
 
     size = args.capacity if args.capacity == "auto" else float(args.capacity)
-    model = moecache.load(args.folder / "model", capacity=size, bank="disk", policy=args.policy)
+    context = args.prompt_tokens + args.warmup + args.tokens
+    model = moecache.load(args.folder / "model", capacity=size, bank="disk", policy=args.policy, context=context)
     cache = model.moecache
     attached = {f"attached_{field}_mb": own_memory(field) / MB for field in ("RssAnon", "RssFile")}
     facts = attached | generate(model, args, Meter(args.warmup, cache.reset_stats))

@@ -231,7 +231,9 @@ class Engine:
             There is none to end.
         ClosedError
         """
-    def move_region(self, region: int, address: int, tensors: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
+    def move_region(
+        self, region: int, address: int, tensors: dict[str, torch.Tensor], name: str, tensor: torch.Tensor
+    ) -> None:
         """Let a region begin elsewhere from now on, and ``tensors[name]`` be the tensor that lies there, in one step.
 
         Raises

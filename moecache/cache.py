@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
@@ -16,12 +17,14 @@ import torch
 from ._core import Core
 from ._engine import Engine
 from .bank import ExpertBank
+from .capacity import nbytes_of, slots_for
 from .cuda import CudaCopies, numbered
 from .errors import ClosedError, LeaseError, PolicyError, RoutingError, TransferError
 from .history import Fingerprint, History, open_history
 from .learning import open_learner
+from .memory import untouched_nbytes
 from .policy import Score, resolve
-from .pool import Pool, slots_for
+from .pool import Pool
 from .request import Request
 from .runtime import Runtime, Setup
 from .stats import Stats
@@ -71,6 +74,8 @@ class ExpertCache:
         An expert id that means "none", besides -1.
     link : engine link, optional
         What the bytes travel over; by default what bank and device need.
+    reserve : int or str
+        Bytes, or such as "2GiB", that ``capacity="auto"`` leaves free for what is still to come.
 
     Attributes
     ----------
@@ -105,11 +110,13 @@ class ExpertCache:
         timeout: float = 60.0,
         sentinel: int | None = None,
         link: Any = None,
+        reserve: int | str = 0,
     ) -> None:
         self.bank = bank
         self.device = numbered(device)
         self.num_experts = tuple(bank.num_experts)
         self.top_k = top_k
+        self._reserve = nbytes_of(reserve)
         self.timeout = timeout
         self._sentinel = -1 if sentinel is None else sentinel
         if 0 <= self._sentinel < max(self.num_experts):
@@ -148,11 +155,19 @@ class ExpertCache:
         if self._learner is not None:
             self._learner.watch(self)
 
-    def _slots_for(self, capacity: int | float | str) -> tuple[int, ...]:
+    def _slots_for(self, capacity: int | float | str, held: int = 0) -> tuple[int, ...]:
         per_kind = [0] * len(self.bank.kinds)
         for layer, kind in enumerate(self.bank.layer_kind):
             per_kind[kind] += self.num_experts[layer]
-        return slots_for(capacity, self.bank.kinds, per_kind, self.device, self.top_k)
+        reserve = self._reserve
+        if isinstance(capacity, str) and capacity == "auto" and self.device.type == "cpu":
+            # A bank that lies in the same memory, mapped from files say, takes its pages as they are first copied.
+            sources = self.bank.sources(defaultdict(int))
+            host = sources.segment_file < 0
+            reserve += untouched_nbytes(
+                zip(sources.segment_source[host].tolist(), sources.segment_nbytes[host].tolist(), strict=True)
+            )
+        return slots_for(capacity, self.bank.kinds, per_kind, self.device, self.top_k, reserve=reserve, held=held)
 
     # What it runs on. A resize replaces it; whoever holds the old one is led to the new one.
 
@@ -337,7 +352,7 @@ class ExpertCache:
         core = runtime.core
         if runtime.copies is not None:
             runtime.copies.check("resize() was called")
-        slots = self._slots_for(capacity)
+        slots = self._slots_for(capacity, runtime.pool.nbytes)
         if slots == runtime.pool.slots and not core.worn:
             return
         if core.open_here():
@@ -352,7 +367,9 @@ class ExpertCache:
                 if not running:
                     break
                 if time.monotonic() - began > self.timeout:
-                    raise LeaseError(f"{running} leases of other threads did not end within {self.timeout:g} s (timeout)")
+                    raise LeaseError(
+                        f"{running} leases of other threads did not end within {self.timeout:g} s (timeout)"
+                    )
                 core.wait_event(seen, _SLICE_S)
             self._check_open()
             runtime.engine.drain(self.timeout)
@@ -419,7 +436,9 @@ class ExpertCache:
         self.close()
 
     def __reduce__(self) -> Any:
-        raise TypeError("a cache holds addresses and threads and cannot be pickled or copied; make a new one over the bank")
+        raise TypeError(
+            "a cache holds addresses and threads and cannot be pickled or copied; make a new one over the bank"
+        )
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.capacity} of {sum(self.num_experts)} experts on {self.device}"
@@ -428,5 +447,3 @@ class ExpertCache:
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError("this cache is closed; make a new one")
-
-

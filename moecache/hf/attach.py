@@ -20,6 +20,7 @@ from ..checkpoint import CheckpointIndex
 from ..errors import AttachError, UnsupportedModelError
 from .experts import NAME, ExpertsLayer, LayerState, discover
 from .forms import Form, choose_form
+from .needs import nbytes_to_come
 from .requests import Requests
 
 __all__ = ["Attachment", "attach", "detach", "load"]
@@ -28,7 +29,12 @@ BankChoice = Literal["disk", "ram"] | None
 
 
 def attach(
-    model: PreTrainedModel, capacity: int | float | str = 0.25, *, bank: BankChoice = None, **options: Any
+    model: PreTrainedModel,
+    capacity: int | float | str = 0.25,
+    *,
+    bank: BankChoice = None,
+    context: int | None = None,
+    **options: Any,
 ) -> ExpertCache:
     """Run a model's experts from a cache; ``model.generate()`` and the model's outputs do not change.
 
@@ -42,6 +48,9 @@ def attach(
     bank : {"disk", "ram"}, optional
         Where the experts lie: in the checkpoint's files, or in host memory. By default the files if their bytes can
         be used as they are.
+    context : int, optional
+        Tokens, prompt and answer over all sequences at once, whose KV cache and activations ``capacity="auto"`` leaves room
+        for; by default 4,096, or fewer where the model knows no more positions.
     **options
         Passed to :class:`moecache.ExpertCache`.
 
@@ -67,6 +76,8 @@ def attach(
         forms = _choose_forms(layers, expert_bank, device)
         for name, value in {"device": device, "top_k": _top_k(layers), "sentinel": _sentinel(layers)}.items():
             options.setdefault(name, value)
+        if isinstance(capacity, str) and capacity == "auto":
+            options.setdefault("reserve", nbytes_to_come(model, device, context))
         cache = ExpertCache(expert_bank, capacity, **options)
     except BaseException:
         expert_bank.close()
@@ -111,7 +122,7 @@ def load(
         With the cache as ``model.moecache``.
     """
     cache_names = set(inspect.signature(ExpertCache.__init__).parameters) - {"self", "bank", "capacity"}
-    cache_options = {name: options.pop(name) for name in list(options) if name in cache_names}
+    cache_options = {name: options.pop(name) for name in list(options) if name in cache_names | {"context"}}
     if not options.keys() & {"variant", "subfolder"} and any(Path(path).glob("*.safetensors*")):
         CheckpointIndex(path)  # says what is missing or cut short before anything is built
     config_names = ("trust_remote_code", "revision", "token", "cache_dir", "subfolder")
