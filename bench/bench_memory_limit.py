@@ -37,6 +37,7 @@ from typing import Any
 MB = 1e6
 LIMIT_BYTES = 700_000_000
 CONTENDERS = ("moecache", "accelerate", "llama.cpp", "resident")
+SMALL_FILE = 64 << 10  # not worth the time it takes to drop tens of thousands of them
 DECODER = Path(__file__).with_name("limited_decode.py")
 
 
@@ -84,7 +85,7 @@ def drop_from_page_cache(files: Iterable[Path]) -> None:
             descriptor = os.open(path, os.O_RDONLY)
         except OSError:
             continue
-        os.fsync(descriptor)
+        os.fdatasync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
 
@@ -98,7 +99,8 @@ def installed_files() -> list[Path]:
     folders = {*site.getsitepackages(), *map(str, (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")))}
     package = importlib.util.find_spec("moecache")
     folders |= set(package.submodule_search_locations or ()) if package else set()
-    return [Path(sys.executable).resolve(), *files_below(*folders)]
+    files = [Path(sys.executable).resolve(), *files_below(*folders)]
+    return [path for path in files if path.stat().st_size >= SMALL_FILE]
 
 
 def cached_bytes(files: Iterable[Path]) -> int:
@@ -113,7 +115,7 @@ def cached_bytes(files: Iterable[Path]) -> int:
         first = ctypes.c_char.from_buffer(view)
         seen = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
         if libc.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size), seen) == 0:
-            pages += sum(byte & 1 for byte in seen)
+            pages += bytes(seen).count(1)
         del first
         view.close()
     return pages * mmap.PAGESIZE
@@ -140,7 +142,7 @@ def measure(
     """Run one contender in a process of its own."""
     cgroup = None if contender == "resident" else Cgroup(args.limit)
     drop_from_page_cache([*files_below(folder), *installed])
-    shared = cached_bytes(path for path in installed if path.stat().st_size > 1 << 20)
+    shared = cached_bytes(installed)
     (folder / "scratch").mkdir(exist_ok=True)
     name = f"moecache {capacity}" if contender == "moecache" else contender
     row: dict[str, Any] = {"contender": name, "not_dropped_mb": shared / MB}

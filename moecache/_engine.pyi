@@ -59,6 +59,7 @@ class FaultyLink(_Link):
     def chunks(self) -> int: ...
 
 def cuda_message(code: int) -> str: ...
+def time_copies(nbytes: int, rounds: int) -> list[float]: ...
 
 class CudaLink(_Link):
     def __init__(
@@ -111,7 +112,8 @@ class Engine:
     threads
         I/O threads, 1 to 64. An asynchronous link always has one.
     chunk_bytes, window_bytes
-        Size of a chunk, and how many bytes may be outstanding on an asynchronous link (at least one chunk may).
+        Size of a chunk, and how many bytes may be outstanding on an asynchronous link (at least one chunk may). Chunks are
+        of 2 MiB by default; between host memory, of what :mod:`moecache.copying` found to be best.
     owner
         Kept alive as long as a copy may be running: whatever owns the memory at both ends.
     replaces
@@ -135,7 +137,7 @@ class Engine:
         *,
         link: _Link | None = None,
         threads: int = 1,
-        chunk_bytes: int = ...,
+        chunk_bytes: int | None = None,
         window_bytes: int = ...,
         owner: object = None,
         replaces: Engine | None = None,
@@ -231,9 +233,7 @@ class Engine:
             There is none to end.
         ClosedError
         """
-    def move_region(
-        self, region: int, address: int, tensors: dict[str, torch.Tensor], name: str, tensor: torch.Tensor
-    ) -> None:
+    def move_region(self, region: int, address: int, tensors: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
         """Let a region begin elsewhere from now on, and ``tensors[name]`` be the tensor that lies there, in one step.
 
         Raises

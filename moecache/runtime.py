@@ -220,6 +220,4 @@ class Runtime:
                 self.copies.close()
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            "a cache holds addresses and threads and cannot be pickled or copied; make a new one over the bank"
-        )
+        raise TypeError("a cache holds addresses and threads and cannot be pickled or copied; make a new one over the bank")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_families import build, left_padded, load_eager, load_empty, save
+from hf_families import aligned, build, left_padded, load_eager, load_empty, save
 from safetensors.torch import load_file, save_file
 
 import moecache
