@@ -230,7 +230,7 @@ cdef class Core:
     cdef list abandoned               # (slot, generation) of steps that were dropped meanwhile
     cdef int64_t deciding_ns, computing_ns   # time in route(); between handing an expert out and the next call
     cdef int64_t stall_ns, slot_wait_ns      # time that leases waited for bytes; for a slot
-    cdef int64_t requests_ns                 # time that finished requests were open
+    cdef int64_t requests_ns                 # time that finished requests took until their last lease ended
 
     def __cinit__(self, HistoryStore store, layer_kind, slots_per_kind, complete, str policy="expected-next-use",
                   uintptr_t score=0, bint prefetch=True, int32_t top_k=0, double waste_share=0.25):
@@ -335,7 +335,7 @@ cdef class Core:
 
     cdef int _end_request(self, RequestState request, bint keep) except -1:
         self.requests.remove(request)
-        self.requests_ns += moe_now_ns() - request.begun_ns
+        self.requests_ns += request.last_ns - request.begun_ns
         self.store.active.remove(request)
         request.outlook.finish()
         self.prefetcher.forget(self, request.number)
@@ -603,7 +603,8 @@ cdef class Core:
         Returns
         -------
         Step or None
-            None while the core is frozen, unless this thread has a step open, and when another core has taken its place.
+            None when another core has taken this one's place; while this one is frozen, or worn, unless this thread has a
+            step open.
 
         Raises
         ------
@@ -616,7 +617,7 @@ cdef class Core:
         cdef int64_t begun = moe_now_ns()
         if self.closed:
             raise ClosedError("this cache is closed; make a new one")
-        if self.successor is not None or (self.frozen and not self.held_here()):
+        if self.successor is not None or ((self.frozen or self.worn) and not self.held_here()):
             return None
         if not 0 <= layer < self.num_layers:
             raise RoutingError(f"layer {layer} is out of range: this cache has MoE layers 0..{self.num_layers - 1}")
@@ -688,6 +689,7 @@ cdef class Core:
                 self._unpin(step.slot[i], step.generation[i])
         if step.core is not None:
             self._unlist(step)
+            step.request.last_ns = moe_now_ns()
         moe_events_announce(&self.events)
 
     cdef void _abandoned(self, Step step) noexcept:
@@ -1105,10 +1107,10 @@ cdef class Core:
 
     def counters(self):
         """dict of int: monotonic since the start or the last `reset_counters`."""
-        cdef int64_t open_ns = self.requests_ns, now = moe_now_ns()
+        cdef int64_t open_ns = self.requests_ns
         cdef RequestState request
         for request in self.requests:
-            open_ns += now - request.begun_ns
+            open_ns += request.last_ns - request.begun_ns
         return {"demands": self.demands, "hits": self.hits, "misses": self.misses, "evictions": self.evictions,
                 "waves": self.waves, "steps": self.steps, "tokens": self.routed_tokens, "requests": self.finished,
                 "deciding_ns": self.deciding_ns, "computing_ns": self.computing_ns, "stall_ns": self.stall_ns,
@@ -1120,10 +1122,11 @@ cdef class Core:
         cdef RequestState request
         cdef int64_t now = moe_now_ns()
         for request in self.requests:
-            request.begun_ns = now
+            request.begun_ns = request.last_ns = now
         self.waves = self.finished = self.routed_tokens = 0
         self.deciding_ns = self.computing_ns = self.stall_ns = self.slot_wait_ns = self.requests_ns = 0
-        self.wanted_until[:] = np.maximum(np.asarray(self.wanted_until) - self.steps, 0)
+        until = np.asarray(self.wanted_until)
+        until[:] = np.maximum(until - self.steps, 0)
         self.steps = 0
         self.layer_demands[:] = 0
         self.layer_hits[:] = 0

@@ -88,6 +88,11 @@ class CudaLink(_Link):
     @property
     def reads_files(self) -> bool: ...
 
+class Pause:
+    """A pause of an engine, until `end` or until it is dropped."""
+
+    def end(self) -> None: ...
+
 class Engine:
     """Moves experts into slots.
 
@@ -224,6 +229,16 @@ class Engine:
             A timeout that is not a number.
         ClosedError
         """
+    def hold(self, timeout: float) -> Pause:
+        """Like `pause`; it ends with the returned object's ``end()``, or when that object is dropped.
+
+        Raises
+        ------
+        TransferError, RoutingError, ClosedError
+            As `pause`.
+        """
+    @property
+    def is_paused(self) -> bool: ...
     def resume(self) -> None:
         """End one `pause`.
 

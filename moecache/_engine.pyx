@@ -10,6 +10,7 @@ import os
 import weakref
 from dataclasses import dataclass
 
+import cython
 import numpy as np
 
 from cpython.exc cimport PyErr_CheckSignals
@@ -459,6 +460,18 @@ cdef class Engine:
             self.add_pause(-1)
             raise
 
+    def hold(self, double timeout):
+        cdef Pause pause = Pause.__new__(Pause)
+        self.usable()
+        self.add_pause(1)
+        pause.engine = self
+        self.wait_still(True, timeout)
+        return pause
+
+    @property
+    def is_paused(self):
+        return self.keeper is not None and self.keeper.room.paused > 0
+
     def resume(self):
         self.usable()
         if not self.add_pause(-1):
@@ -550,6 +563,23 @@ cdef class Engine:
 
     def __exit__(self, *exception):
         self.close()
+
+
+@cython.final
+@cython.no_gc   # an engine does not lead back to its pauses; __dealloc__ needs it
+cdef class Pause:
+    """A pause that ends with `end`, or when it is dropped: an interrupt cannot leave an engine paused."""
+    cdef Engine engine      # None: over
+
+    def end(self):
+        cdef Engine engine = self.engine
+        self.engine = None
+        if engine is not None and not engine.keeper.closed and engine.keeper.forks == fork_count():
+            engine.add_pause(-1)
+
+    def __dealloc__(self):
+        if self.engine is not None and not self.engine.keeper.closed and self.engine.keeper.forks == fork_count():
+            self.engine.add_pause(-1)
 
 
 cdef int64_t deadline_after(double seconds) except -1:

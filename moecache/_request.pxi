@@ -8,7 +8,7 @@ cdef class RequestState:
     cdef readonly int64_t number, prompt_tokens, decode_tokens
     cdef readonly int64_t demands, hits   # of its steps
     cdef readonly int64_t stall_ns, slot_wait_ns   # waited for bytes; for a slot
-    cdef int64_t begun_ns       # when it began, or the counters were reset
+    cdef int64_t begun_ns, last_ns   # when it began, or the counters were reset; when its last lease ended
     cdef bint busy              # route() is under way, perhaps without the GIL
     cdef int ending             # end_request() was called meanwhile: 1, or 2 to keep it
     cdef readonly object prompt_counts, decode_counts
@@ -52,7 +52,7 @@ cdef class RequestState:
         self.last_k = np.zeros(store.num_layers, np.int32)
         self.rows = 1
         self.previous_layer = -1
-        self.begun_ns = moe_now_ns()
+        self.begun_ns = self.last_ns = moe_now_ns()
 
     def __dealloc__(self):
         free(self.previous_ids)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +132,6 @@ class ExpertCache:
         self.closed = False
         self._resizing = threading.Lock()
         self._resizer = 0  # the thread that holds it
-        self._pauses = 0
         self._recorder: Recorder | None = None
         setup = Setup(
             bank=bank,
@@ -184,6 +183,8 @@ class ExpertCache:
         seen = core.event
         if core.frozen:
             core.wait_event(seen, _SLICE_S)
+        elif core.worn:
+            self._replace(None)
         if time.monotonic() - since > self.timeout:
             raise LeaseError(f"a resize has held this call up for more than {self.timeout:g} s (timeout)")
 
@@ -338,30 +339,33 @@ class ExpertCache:
         ClosedError
         """
         self._check_open()
+        if self._copies is not None:
+            self._copies.check("resize() was called")
+        self._replace(self._slots_for(capacity, held=self.pool.nbytes))
+
+    def _replace(self, slots: tuple[int, ...] | None) -> None:
+        # None: as many as there are.
         if self._resizer == threading.get_ident():
             raise LeaseError("resize() inside a resize() of the same thread; let the first one end")
         with self._resizing:
             self._resizer = threading.get_ident()
             try:
-                self._resize(capacity)
+                self._swap(self.pool.slots if slots is None else slots)
             finally:
                 self._resizer = 0
 
-    def _resize(self, capacity: int | float | str) -> None:
+    def _swap(self, slots: tuple[int, ...]) -> None:
         runtime = self._current()
         core = runtime.core
-        if runtime.copies is not None:
-            runtime.copies.check("resize() was called")
-        slots = self._slots_for(capacity, runtime.pool.nbytes)
         if slots == runtime.pool.slots and not core.worn:
             return
         if core.open_here():
             raise LeaseError("resize() while a lease is open: leave the `with request.route(...)` block first")
-        if self._pauses:
-            raise LeaseError("resize() inside a `with cache.paused()` block; leave it first")
+        if runtime.engine.is_paused:
+            raise LeaseError("resize() while the cache is paused; leave the `with cache.paused()` block first")
         began = time.monotonic()
-        core.freeze()
         try:
+            core.freeze()
             while True:
                 seen, running = core.event, core.open_count()
                 if not running:
@@ -380,6 +384,8 @@ class ExpertCache:
             raise TransferError(error.errno, f"the cache keeps its size: {error.strerror}", error.filename) from error
         finally:
             core.thaw()
+            if core.closed:
+                runtime.drop_slots()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -396,15 +402,11 @@ class ExpertCache:
         """
         self._check_open()
         with self._resizing:
-            engine = self._engine
-            engine.pause(self.timeout)
-            self._pauses += 1
+            pause = self._engine.hold(self.timeout)
         try:
             yield
         finally:
-            self._pauses -= 1
-            with suppress(ClosedError):  # closed meanwhile
-                engine.resume()
+            pause.end()
 
     def close(self) -> None:
         """End open requests, stop the I/O threads, give the pool back, write the history if it came with a path.

@@ -93,6 +93,8 @@ class Lease:
         core.put_back(step, self._taken)
         while True:
             if not step.open:
+                if core.closed:
+                    raise ClosedError(f"layer {step.layer}: the cache was closed")
                 raise LeaseError(f"layer {step.layer}: this lease has ended; read the slots inside its `with` block")
             # The item before this one, be it that of an earlier loop that was left, is done with when the next is asked for.
             if self._taken >= 0:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -17,6 +19,8 @@ __all__ = ["Pool", "slot_nbytes"]
 # Where every slot of every parameter begins. Matrix products of some processors sum in an order that depends on where
 # the weights lie within a cache line: in slots all equally aligned, an expert gives the same bits in each.
 ALIGNMENT = 64
+
+_MADVISE = ctypes.CDLL(None).madvise
 
 
 class Pool:
@@ -48,20 +52,52 @@ class Pool:
     def __init__(self, kinds: Sequence[Mapping[str, ParamSpec]], slots: Sequence[int], device: torch.device) -> None:
         if device.type not in ("cpu", "cuda"):
             raise CapacityError(f"no slots can be made on {device}: expected the CPU or a CUDA device")
-        self.nbytes = sum(n * slot_nbytes(kind) for kind, n in zip(kinds, slots, strict=True))
+        self.kinds, self.device, self.slots = kinds, device, tuple(slots)
         free = available_memory(device)
         if self.nbytes > free:
             raise CapacityError(
                 f"a cache of {sum(slots)} experts needs {self.nbytes:,} bytes and {device} has {free:,} free; ask for a "
                 "smaller capacity"
             )
-        self.device = device
-        self.slots = tuple(slots)
-        self.first_slot = tuple(int(n) for n in np.concatenate([[0], np.cumsum(self.slots)])[:-1])
+        self.first_slot = _first_slots(self.slots)
         self.tensors = tuple(
             {name: _aligned_rows(n, spec, device) for name, spec in kind.items()}
             for kind, n in zip(kinds, slots, strict=True)
         )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(n * slot_nbytes(kind) for kind, n in zip(self.kinds, self.slots, strict=True))
+
+    def narrowed(self, slots: Sequence[int]) -> Pool:
+        """A pool of the first slots of each kind, over the same memory."""
+        pool = object.__new__(Pool)
+        pool.kinds, pool.device, pool.slots = self.kinds, self.device, tuple(slots)
+        pool.first_slot = _first_slots(pool.slots)
+        pool.tensors = tuple(
+            {name: tensor[:n] for name, tensor in tensors.items()} for n, tensors in zip(slots, self.tensors, strict=True)
+        )
+        return pool
+
+    def release_beyond(self, wider: Pool) -> None:
+        """Give the pages of a wider pool over the same memory that no slot of this one lies in back to the system (CPU)."""
+        # A pool that was closed meanwhile has none.
+        for narrow, wide in zip(self.tensors, wider.tensors, strict=False):
+            for name, tensor in narrow.items():
+                stride = tensor.stride(0) * tensor.element_size()
+                start, end = (tensor.data_ptr() + n * stride for n in (len(tensor), len(wide[name])))
+                start, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+                if start < end:
+                    _MADVISE(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+
+    def copy_of(self, kind: int, name: str) -> tuple[torch.Tensor, int]:
+        """A parameter's slots in memory of their own, and where slot 0 of the whole pool would lie there."""
+        copy = _aligned_rows(self.slots[kind], self.kinds[kind][name], self.device)
+        copy.copy_(self.tensors[kind][name])
+        return copy, self._origin(kind, copy)
+
+    def _origin(self, kind: int, tensor: torch.Tensor) -> int:
+        return (tensor.data_ptr() - self.first_slot[kind] * tensor.stride(0) * tensor.element_size()) % 2**64
 
     def regions(self) -> tuple[dict[tuple[int, str], int], np.ndarray, np.ndarray]:
         """Where the engine writes: number of each (kind, parameter), uint64 address and stride of each number.
@@ -76,9 +112,13 @@ class Pool:
             for name, tensor in tensors.items():
                 stride = tensor.stride(0) * tensor.element_size()
                 numbers[kind, name] = len(addresses)
-                addresses.append((tensor.data_ptr() - self.first_slot[kind] * stride) % 2**64)
+                addresses.append(self._origin(kind, tensor))
                 strides.append(stride)
         return numbers, np.array(addresses, np.uint64), np.array(strides, np.uint64)
+
+
+def _first_slots(slots: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(n) for n in np.concatenate([[0], np.cumsum(slots)])[:-1])
 
 
 def slot_nbytes(kind: Mapping[str, ParamSpec]) -> int:

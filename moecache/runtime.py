@@ -191,7 +191,7 @@ class Runtime:
         for kind, tensors in enumerate(self.tensors):
             for name, tensor in list(tensors.items()):
                 try:
-                    smaller = self.pool.copied(tensor)
+                    smaller, address = self.pool.copy_of(kind, name)
                 except torch.cuda.OutOfMemoryError:
                     logger.warning(
                         "%s is too full to give back what %s no longer needs of %d slots: %d bytes stay allocated",
@@ -201,7 +201,6 @@ class Runtime:
                         tensor.untyped_storage().nbytes(),
                     )
                     continue
-                address = self.pool.address_of(kind, smaller)
                 self.engine.move_region(self._region[kind, name], address, tensors, name, smaller)
         if self.copies is not None:
             self.copies.mark_readers(np.arange(len(self.core.complete), dtype=np.int32))
@@ -211,6 +210,11 @@ class Runtime:
         self.core.close()
         self._before = self.counters()
         self._shut()
+        if not self.core.frozen:  # else a resize is reading the slots, perhaps the one that this call interrupts
+            self.drop_slots()
+
+    def drop_slots(self) -> None:
+        """Give the slots' memory back; open leases keep what they read."""
         self.tensors = self.pool.tensors = ()
 
     def _shut(self) -> None:

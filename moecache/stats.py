@@ -51,8 +51,8 @@ class Stats:
     prefetch_pending: int  # on their way, or not asked for yet: issued = useful + late + wasted + pending
     bytes_demand: int
     bytes_prefetch: int
-    # Seconds of all requests together, as their threads spend them: requests_s is how long they were open, and
-    # deciding_s + stall_s + slot_wait_s + computing_s + elsewhere_s add up to it.
+    # Seconds of all requests together, as their threads spend them: requests_s is from where each began to where its last
+    # lease ended, and deciding_s + stall_s + slot_wait_s + computing_s + elsewhere_s add up to it.
     requests_s: float
     deciding_s: float  # in route(): counting, matching, choosing
     stall_s: float  # waiting for bytes (on a device: for the last to be under way), the caller's own copies included
@@ -85,7 +85,7 @@ class Stats:
 
     @property
     def elsewhere_s(self) -> float:
-        """Seconds that requests were open and their threads outside the cache: the rest of the model, pauses."""
+        """Seconds that the requests' threads spent outside the cache: the rest of the model, pauses."""
         return self.requests_s - self.deciding_s - self.stall_s - self.slot_wait_s - self.computing_s
 
     @property

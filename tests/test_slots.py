@@ -27,6 +27,7 @@ MODELS = [
 class OpenLease:
     step: Any
     layer: int
+    number: int = -1  # of its request
     held: dict[int, int] = field(default_factory=dict)  # slot -> generation
     handed: list[int] = field(default_factory=list)  # experts, in the order handed out
     taken: int = -1
@@ -122,6 +123,7 @@ class Slots(RuleBasedStateMachine):
         request = self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))
         self.core.end_request(request, keep)
         self.core.end_request(request, keep)
+        self.leases = [lease for lease in self.leases if lease.number != request.number]
 
     @precondition(lambda self: self.requests and len(self.leases) < 3)
     @rule(data=st.data(), decode=st.booleans(), rows=st.integers(1, 6))
@@ -151,7 +153,7 @@ class Slots(RuleBasedStateMachine):
     def _route(self, request: Any, layer: int, ids: list[list[int]], decode: bool) -> OpenLease:
         before = self._snapshot()
         step = call_route(self.core, request, layer, ids, decode)
-        lease = OpenLease(step, layer)
+        lease = OpenLease(step, layer, request.number)
         self.leases.append(lease)
         self._hold_new(lease, [-1] * step.unique)
         self.mover.submit(step.plan)
