@@ -136,7 +136,9 @@ cdef extern from *:
 
 
 cdef extern from "_copy.h" nogil:
-    void moe_stream(void *, const void *, size_t)
+    enum: MOE_WAYS
+    void moe_copy(int way, void *, const void *, size_t)
+    void moe_time_ways(double *best, void *, const void *, size_t, int rounds)
 
 
 cdef enum:
@@ -223,6 +225,7 @@ cdef struct Mover:          # what a thread that moves bytes has for itself
     int64_t short_read      # injected: most bytes one read returns, 0: no limit
     bint refuse_direct      # injected: direct reads answer EINVAL
     bint on_thread          # an I/O thread's, not a helping caller's
+    int way                 # how large copies between host memory are made (_copy.h)
     bint busy               # it copies a chunk of this many bytes into this slot since then
     int32_t slot
     int64_t nbytes
@@ -306,6 +309,7 @@ cdef struct Room:
     int64_t sequence
     int32_t live            # jobs that are not idle
     int32_t stale           # sum of all slots' stale
+    int way                 # of copying, for the movers
     int64_t chunk_bytes
     int64_t window_bytes
     Link* link

@@ -67,6 +67,7 @@ class FaultyLink(_Link):
     def chunks(self) -> int: ...
 
 def cuda_message(code: int) -> str: ...
+def time_copies(nbytes: int, rounds: int) -> list[float]: ...
 
 class CudaLink(_Link):
     def __init__(
@@ -124,7 +125,8 @@ class Engine:
     threads
         I/O threads, 1 to 64. An asynchronous link always has one.
     chunk_bytes, window_bytes
-        Size of a chunk, and how many bytes may be outstanding on an asynchronous link (at least one chunk may).
+        Size of a chunk, and how many bytes may be outstanding on an asynchronous link (at least one chunk may). Chunks are
+        of 2 MiB by default; between host memory, of what :mod:`moecache.copying` found to be best.
     owner
         Kept alive as long as a copy may be running: whatever owns the memory at both ends.
     replaces
@@ -152,7 +154,7 @@ class Engine:
         *,
         link: _Link | None = None,
         threads: int = 1,
-        chunk_bytes: int = ...,
+        chunk_bytes: int | None = None,
         window_bytes: int = ...,
         owner: object = None,
         replaces: Engine | None = None,

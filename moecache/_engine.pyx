@@ -25,6 +25,7 @@ from posix.time cimport nanosleep, timespec
 from posix.types cimport off_t
 from posix.unistd cimport close as posix_close, pread
 
+from moecache import copying
 from moecache.errors import CheckpointError, ClosedError, RoutingError, TransferError, refuse_copy
 from moecache.stamp import Stamp, changed
 
@@ -78,6 +79,7 @@ cdef Mover* take_mover(Room* room) noexcept nogil:
         room.every_mover = mover
         mover.files = &room.files
         mover.counters = &room.counters
+        mover.way = room.way
         mover.bounce_bytes = ((room.chunk_bytes + 4095) & ~4095) + 2 * 4096
     return mover
 
@@ -281,6 +283,23 @@ cdef void keep_tensors(_Keeper keeper, sources) except *:
     keeper.tensor_start, keeper.tensor_of, keeper.tensor_address = start, of, address
 
 
+def time_copies(Py_ssize_t nbytes, int rounds):
+    """Seconds that one copy between cold buffers takes this thread, by way; the best of so many rounds."""
+    cdef double best[MOE_WAYS]
+    cdef char* source = <char*> room_for(nbytes, 1)
+    cdef char* target = NULL
+    try:
+        target = <char*> room_for(nbytes, 1)
+        with nogil:
+            memset(source, 1, nbytes)
+            memset(target, 2, nbytes)
+            moe_time_ways(best, target, source, nbytes, rounds)
+        return [best[way] for way in range(MOE_WAYS)]
+    finally:
+        free(source)
+        free(target)
+
+
 cdef class Engine:
     """Moves experts into slots. The face, its words and its errors are described in ``_engine.pyi``."""
     cdef _Keeper keeper
@@ -290,13 +309,13 @@ cdef class Engine:
     cdef object __weakref__
 
     def __init__(self, sources, region_address, region_stride, complete, *, link=None, threads=1,
-                 chunk_bytes=2 << 20, window_bytes=4 << 20, owner=None, Engine replaces=None):
+                 chunk_bytes=None, window_bytes=4 << 20, owner=None, Engine replaces=None):
         cdef _Keeper keeper = _Keeper()
         cdef Room* room = &keeper.room
         cdef uint64_t[::1] address = np.ascontiguousarray(region_address, dtype=np.uint64)
         cdef uint64_t[::1] stride = np.ascontiguousarray(region_stride, dtype=np.int64).view(np.uint64)
         cdef int32_t[::1] slots = complete
-        if not 1 <= threads <= 64 or chunk_bytes < 1 or window_bytes < 1:
+        if not 1 <= threads <= 64 or (chunk_bytes is not None and chunk_bytes < 1) or window_bytes < 1:
             raise ValueError(f"need 1 to 64 threads, chunk_bytes > 0 and window_bytes > 0, got {threads}, "
                              f"{chunk_bytes} and {window_bytes}")
         if address.shape[0] != stride.shape[0]:
@@ -309,7 +328,15 @@ cdef class Engine:
         if len(sources.files) and keeper.link.link.file_chunk <= 0:
             raise ValueError(f"{type(link).__name__} cannot read files, and the sources have {len(sources.files)}")
         room.link = &keeper.link.link
-        room.chunk_bytes = chunk_bytes
+        room.chunk_bytes = copying.CHUNK_NBYTES
+        if not room.link.asynchronous:
+            choice = copying.settle(time_copies)
+            room.way = copying.WAYS.index(choice.way)
+            # Reads of files are best in large chunks, whatever is best for memory.
+            if not len(sources.files):
+                room.chunk_bytes = choice.chunk_nbytes
+        if chunk_bytes is not None:
+            room.chunk_bytes = chunk_bytes
         room.window_bytes = window_bytes
         room.complete = &slots[0] if slots.shape[0] else NULL
         keeper.complete, keeper.owner, keeper.sources, keeper.name_of = complete, owner, sources, sources.name_of

@@ -19,9 +19,9 @@ cdef enum:
     PLACED_BYTES = 16384        # fewer are not worth a part of a read of their own
 
 
-cdef inline void land(Chunk* chunk, uint64_t target, const void* source, uint64_t nbytes) noexcept nogil:
+cdef inline void land(Mover* mover, Chunk* chunk, uint64_t target, const void* source, uint64_t nbytes) noexcept nogil:
     if chunk.nbytes >= STREAM_BYTES:
-        moe_stream(<void*> target, source, <size_t> nbytes)
+        moe_copy(mover.way, <void*> target, source, <size_t> nbytes)
     else:
         memcpy(<void*> target, source, <size_t> nbytes)
 
@@ -29,7 +29,7 @@ cdef inline void land(Chunk* chunk, uint64_t target, const void* source, uint64_
 cdef int host_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexcept nogil:
     cdef int32_t i
     for i in range(chunk.pieces):
-        land(chunk, chunk.target[i], <void*> chunk.source[i], chunk.length[i])
+        land(mover, chunk, chunk.target[i], <void*> chunk.source[i], chunk.length[i])
     return 0
 
 
@@ -130,8 +130,8 @@ cdef int read_into_place(Mover* mover, File* file, Chunk* chunk) noexcept nogil:
         return error
     at = chunk.source[0]
     for i in range(chunk.pieces):
-        land(chunk, chunk.target[i], mover.bounce + (at - base), first[i] - at)
-        land(chunk, chunk.target[i] + last[i] - at, mover.bounce + (last[i] - base), at + chunk.length[i] - last[i])
+        land(mover, chunk, chunk.target[i], mover.bounce + (at - base), first[i] - at)
+        land(mover, chunk, chunk.target[i] + last[i] - at, mover.bounce + (last[i] - base), at + chunk.length[i] - last[i])
         at += chunk.length[i]
     return 0
 

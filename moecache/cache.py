@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -16,12 +17,14 @@ import torch
 from ._core import Core
 from ._engine import Engine
 from .bank import ExpertBank
+from .capacity import nbytes_of, slots_for
 from .cuda import CudaCopies, numbered
 from .errors import ClosedError, LeaseError, PolicyError, RoutingError, TransferError
 from .history import Fingerprint, History
+from .memory import untouched_nbytes
 from .persistence import CacheFiles
 from .policy import Score, resolve
-from .pool import Pool, slots_for
+from .pool import Pool
 from .request import Request
 from .runtime import Runtime, Setup
 from .stats import Stats
@@ -79,6 +82,8 @@ class ExpertCache:
         An expert id that means "none", besides -1.
     link : engine link, optional
         What the bytes travel over; by default what bank and device need.
+    reserve : int or str
+        Bytes, or such as "2GiB", that ``capacity="auto"`` leaves free for what is still to come.
 
     Attributes
     ----------
@@ -115,11 +120,13 @@ class ExpertCache:
         timeout: float = 60.0,
         sentinel: int | None = None,
         link: Any = None,
+        reserve: int | str = 0,
     ) -> None:
         self.bank = bank
         self.device = numbered(device)
         self.num_experts = tuple(bank.num_experts)
         self.top_k = top_k
+        self._reserve = nbytes_of(reserve)
         self.timeout = timeout
         self._sentinel = -1 if sentinel is None else sentinel
         if 0 <= self._sentinel < max(self.num_experts):
@@ -158,11 +165,19 @@ class ExpertCache:
         self._say_if_small()
         self._files.watch(self)
 
-    def _slots_for(self, capacity: int | float | str) -> tuple[int, ...]:
+    def _slots_for(self, capacity: int | float | str, runtime: Runtime | None = None) -> tuple[int, ...]:
         per_kind = [0] * len(self.bank.kinds)
         for layer, kind in enumerate(self.bank.layer_kind):
             per_kind[kind] += self.num_experts[layer]
-        return slots_for(capacity, self.bank.kinds, per_kind, self.device, self.top_k)
+        reserve, held = self._reserve, 0 if runtime is None else runtime.pool.nbytes
+        if isinstance(capacity, str) and capacity == "auto" and self.device.type == "cpu":
+            # A bank that lies in the same memory, mapped from files say, takes its pages as they are first copied.
+            sources = self.bank.sources(defaultdict(int)) if runtime is None else runtime.sources
+            host = sources.segment_file < 0
+            reserve += untouched_nbytes(
+                zip(sources.segment_source[host].tolist(), sources.segment_nbytes[host].tolist(), strict=True)
+            )
+        return slots_for(capacity, self.bank.kinds, per_kind, self.device, self.top_k, reserve=reserve, held=held)
 
     # What it runs on. A resize replaces it; whoever holds the old one is led to the new one.
 
@@ -339,7 +354,7 @@ class ExpertCache:
         self._check_open()
         if self._copies is not None:
             self._copies.check("resize() was called")
-        self._replace(self._slots_for(capacity))
+        self._replace(self._slots_for(capacity, self._current()))
 
     def _replace(self, slots: tuple[int, ...] | None) -> None:
         # None: as many as there are.

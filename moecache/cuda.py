@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from ._engine import CudaLink
 from .errors import CapacityError, CaptureError, ClosedError, TransferError
@@ -38,6 +39,7 @@ PIECE_NBYTES = 256 << 20
 DEPTH = 8  # chunks under way at most; the engine's window of two chunks is reached first
 STAGED_CHUNK = 2 << 20
 LIMIT_VARIABLE = "MOECACHE_PAGE_LOCK"
+PATIENCE_S = 2.0  # what takes longer is said
 
 # Of cudaError_t, cudaMemoryType, and the flags of events, streams and registrations.
 SUCCESS, INVALID_VALUE, UNLOADING, ALREADY_REGISTERED, NOT_REGISTERED = 0, 1, 4, 712, 713
@@ -204,12 +206,18 @@ class PageLock:
         intervals = _joined(foreign, touching=False)
         self.locked_nbytes = sum(stop - start for start, stop in intervals)
         self._limit = limit if limit < 0 else limit + self.locked_nbytes
+        spans = _joined((start // PAGE * PAGE, -(-stop // PAGE) * PAGE) for start, stop in own)
+        pieces = [
+            (address, min(address + piece_nbytes, stop))
+            for start, stop in spans
+            for address in range(start, stop, piece_nbytes)
+        ]
         try:
-            for start, stop in _joined(((start // PAGE * PAGE, -(-stop // PAGE) * PAGE) for start, stop in own)):
-                for address in range(start, stop, piece_nbytes):
-                    end = min(address + piece_nbytes, stop)
+            with _Progress(sum(stop - start for start, stop in pieces)) as progress:
+                for address, end in pieces:
                     if self._lock(address, end - address):
                         intervals.append((address, end))
+                    progress.advance(end - address)
         except BaseException:
             self.close()
             raise
@@ -269,6 +277,48 @@ class PageLock:
             logger.warning(
                 "%d pieces of host memory could not be unlocked (cudaHostUnregister: error %d)", len(failed), failed[0]
             )
+
+
+class _Progress:
+    """Says that memory is being locked once that has taken a while: a bar on a terminal, one line of the log elsewhere."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes, self._done, self._said = nbytes, 0, False
+        self._began = time.monotonic()
+        # disable=None: no bar where stderr is no terminal
+        self._bar: Any = tqdm(
+            total=nbytes,
+            desc="locking host memory",
+            unit="B",
+            unit_scale=True,
+            disable=None,
+            delay=PATIENCE_S,
+            leave=False,
+        )
+
+    def advance(self, nbytes: int) -> None:
+        self._done += nbytes
+        self._bar.update(nbytes)
+        spent = time.monotonic() - self._began
+        if spent < PATIENCE_S or self._said or self._done == self._nbytes:
+            return
+        self._said = True
+        if self._bar.disable:
+            logger.warning(
+                "locking host memory for fast copies: %.1f of %.1f GiB after %.0f s, about %.0f s to go. "
+                "%s=<bytes> limits it, an interrupt gives it all back",
+                self._done / 2**30,
+                self._nbytes / 2**30,
+                spent,
+                spent / self._done * (self._nbytes - self._done),
+                LIMIT_VARIABLE,
+            )
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
 
 
 def _limit(limit_nbytes: int | None) -> int:

@@ -5,32 +5,17 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-import os
-import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from .bank import ParamSpec
 from .errors import CapacityError
+from .memory import available_memory
 
-__all__ = ["Pool", "available_memory", "slots_for"]
+__all__ = ["Pool", "slot_nbytes"]
 
-_UNITS = {
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
-# Left to activations, the KV cache and everybody else when the capacity is "auto".
-_AUTO_SHARE = 0.5
 # Where every slot of every parameter begins. Matrix products of some processors sum in an order that depends on where
 # the weights lie within a cache line: in slots all equally aligned, an expert gives the same bits in each.
 ALIGNMENT = 64
@@ -151,144 +136,3 @@ def _aligned_rows(rows: int, spec: ParamSpec, device: torch.device) -> torch.Ten
     # Torch's allocators align to ALIGNMENT on the host and to more on a device.
     storage = torch.empty((rows, stride), dtype=spec.dtype, device=device)
     return storage[:, : math.prod(spec.shape)].view(rows, *spec.shape)
-
-
-def slots_for(
-    capacity: int | float | str,
-    kinds: Sequence[Mapping[str, ParamSpec]],
-    experts_of_kind: Sequence[int],
-    device: torch.device,
-    top_k: int | None,
-) -> tuple[int, ...]:
-    """Slots of each kind for a capacity as users write it.
-
-    Parameters
-    ----------
-    capacity : int, float or str
-        A number of experts; a fraction in (0, 1] of all experts; bytes as "8GiB", "512MB"; or "auto", half of what the
-        device has free.
-    kinds, experts_of_kind
-        Specs and number of experts of each kind. They share the capacity in proportion.
-    top_k : int, optional
-        Experts of one token, which every kind must hold at once.
-
-    Raises
-    ------
-    CapacityError
-    """
-    if top_k is not None and top_k < 1:
-        raise CapacityError(f"top_k {top_k} is no number of experts per token: expected at least 1, or None")
-    total = sum(experts_of_kind)
-    nbytes = sum(n * slot_nbytes(kind) for kind, n in zip(kinds, experts_of_kind, strict=True))
-    share = _share(capacity, total, nbytes, device)
-    # Largest remainders first, so that a number of experts is met exactly.
-    exact = [share * n for n in experts_of_kind]
-    slots = [int(x + 1e-9) for x in exact]
-    if isinstance(capacity, (int, np.integer)):
-        for kind in sorted(range(len(slots)), key=lambda i: slots[i] - exact[i])[: int(capacity) - sum(slots)]:
-            slots[kind] += 1
-    counted = isinstance(capacity, (int, np.integer))
-    cost = [1 if counted else slot_nbytes(kind) for kind in kinds]
-    least = [min(top_k or 1, n) for n in experts_of_kind]
-    if not _raise_to(least, slots, cost, share * (total if counted else nbytes)):
-        needed = sum(n * slot_nbytes(kind) for kind, n in zip(kinds, least, strict=True))
-        raise CapacityError(
-            f"capacity {capacity!r} is too small, one token needs {max(least)} at once: ask for at least {sum(least)} "
-            f"experts or {needed:,} bytes (of {total}, {nbytes:,} bytes)"
-        )
-    return tuple(slots)
-
-
-def _raise_to(least: Sequence[int], slots: list[int], cost: Sequence[int], budget: float) -> bool:
-    # A kind of few layers gets what a token needs at the expense of those with many; False when that cannot be.
-    slots[:] = [max(n, m) for n, m in zip(slots, least, strict=True)]
-    while sum(n * c for n, c in zip(slots, cost, strict=True)) > budget * (1 + 1e-9):
-        spare = [kind for kind, n in enumerate(slots) if n > least[kind]]
-        if not spare:
-            return False
-        slots[max(spare, key=lambda kind: slots[kind] - least[kind])] -= 1
-    return True
-
-
-def _share(capacity: int | float | str, total: int, nbytes: int, device: torch.device) -> float:
-    # The fraction of all experts that a capacity stands for.
-    expected = f'a number of experts up to {total}, a fraction in (0, 1], bytes such as "8GiB" (no space), or "auto"'
-    if isinstance(capacity, bool) or not isinstance(capacity, (int, float, str, np.integer, np.floating)):
-        raise CapacityError(f"capacity {capacity!r} is not a size: expected {expected}")
-    if isinstance(capacity, str):
-        if capacity == "auto":
-            return min(1.0, _AUTO_SHARE * available_memory(device) / nbytes)
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Za-z]+)", capacity)
-        unit = _UNITS.get(match[2].upper()) if match else None
-        if match is None or unit is None:
-            raise CapacityError(f"capacity {capacity!r} is not understood: expected {expected}")
-        return min(1.0, float(match[1]) * unit / nbytes)
-    if isinstance(capacity, (int, np.integer)):
-        if not 0 < capacity <= total:
-            raise CapacityError(f"capacity {capacity} is out of range: expected {expected}")
-        return int(capacity) / total
-    if not 0.0 < capacity <= 1.0:
-        raise CapacityError(f"capacity {capacity} is out of range: expected {expected}")
-    return float(capacity)
-
-
-def available_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device; for the CPU the tighter of free RAM and the cgroup's limit."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    free = _meminfo_available()
-    for limit, used in _cgroup_limits():
-        free = min(free, max(0, limit - used))
-    return free
-
-
-def _meminfo_available() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _cgroup_limits(root: str = "/sys/fs/cgroup", proc: str = "/proc/self/cgroup") -> list[tuple[int, int]]:
-    """(limit, bytes in use beyond reclaimable file cache) of every memory cgroup the process is in, inner to outer."""
-    found: list[tuple[int, int]] = []
-    try:
-        lines = Path(proc).read_text().splitlines()
-    except OSError:
-        return found
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, limit_name, usage_name, cache_key = Path(root), "memory.max", "memory.current", "file"
-        elif "memory" in controllers.split(","):
-            base, limit_name, usage_name, cache_key = (
-                Path(root, "memory"),
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_cache",
-            )
-        else:
-            continue
-        group = base / path.lstrip("/")
-        for folder in [group, *group.parents]:
-            if not folder.is_relative_to(base):
-                break
-            try:
-                limit = (folder / limit_name).read_text().strip()
-                used = int((folder / usage_name).read_text())
-            except (OSError, ValueError):
-                continue
-            if limit != "max":
-                found.append((int(limit), max(0, used - _reclaimable(folder, cache_key))))
-    return found
-
-
-def _reclaimable(folder: Path, key: str) -> int:
-    try:
-        stat = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
-        return int(stat.get(key, 0))
-    except (OSError, ValueError):
-        return 0

@@ -346,13 +346,6 @@ def test_more_than_the_machine_has_is_refused_before_allocating(
         ExpertCache(bank, 16)
 
 
-@pytest.mark.failure("100")
-def test_auto_takes_a_share_of_what_is_free(bank: ExpertBank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "available_memory", lambda device: 8 * pool.slot_nbytes(bank.kinds[0]))
-    with ExpertCache(bank, "auto") as cache:
-        assert cache.capacity == 4
-
-
 @pytest.mark.failure("13")
 def test_a_small_capacity_is_said_once(bank: ExpertBank, caplog: pytest.LogCaptureFixture) -> None:
     with (

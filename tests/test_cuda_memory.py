@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -160,3 +161,39 @@ def test_a_driver_that_is_gone_is_no_error_when_unlocking(caplog: pytest.LogCapt
     lock = cuda.PageLock([(0, 8192)], lambda *_: 0, lambda _: 1, lambda: None)
     lock.close()
     assert "could not be unlocked" in caplog.text
+
+
+@pytest.mark.failure("G28", "97")
+def test_locking_that_takes_long_is_said_once_and_an_interrupt_gives_all_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = iter(range(0, 1000))
+    monkeypatch.setattr(cuda.time, "monotonic", lambda: float(next(clock)))
+    locker = FakeLocker(raise_at=6)
+    with caplog.at_level(logging.INFO), pytest.raises(KeyboardInterrupt):
+        locker.lock((4096, 10 * 4096), piece_nbytes=4096)
+    assert not locker.held
+    assert len(caplog.records) == 1
+    assert "after 2 s, about 8 s to go" in caplog.text
+    assert "MOECACHE_PAGE_LOCK" in caplog.text
+
+
+def test_locking_that_is_quick_is_silent(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    with caplog.at_level(logging.INFO):
+        FakeLocker().lock((4096, 10 * 4096), piece_nbytes=4096).close()
+    assert not caplog.records
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.failure("97")
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cuda, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(cuda, "tqdm", _always)  # as where stderr is a terminal
+    FakeLocker().lock((4096, 10 * 4096), piece_nbytes=4096).close()
+    assert "locking host memory" in capsys.readouterr().err
+
+
+def _always(**options: Any) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(**{**options, "disable": False})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -13,8 +11,9 @@ from reference_core import SETTINGS
 
 from moecache import pool
 from moecache.bank import ParamSpec
+from moecache.capacity import slots_for
 from moecache.errors import CapacityError
-from moecache.pool import Pool, available_memory, slot_nbytes, slots_for
+from moecache.pool import Pool, slot_nbytes
 
 CPU = torch.device("cpu")
 SMALL = {"w": ParamSpec((4, 3), torch.float32), "b": ParamSpec((5,), torch.uint8)}
@@ -143,85 +142,3 @@ def test_what_the_message_advises_works() -> None:
 
 def test_top_k_beyond_a_layers_experts_asks_for_no_more_than_there_are() -> None:
     assert slots_for(5, [SMALL], [5], CPU, 8) == (5,)
-
-
-# Memory
-
-
-def cgroup(root: Path, path: str, limit: str, used: int, cache: int, version: int = 2) -> None:
-    folder = root / ("" if version == 2 else "memory") / path.lstrip("/")
-    folder.mkdir(parents=True, exist_ok=True)
-    names = (
-        ("memory.max", "memory.current", "file")
-        if version == 2
-        else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache")
-    )
-    (folder / names[0]).write_text(f"{limit}\n")
-    (folder / names[1]).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cache}\nslab 3\n")
-
-
-def limits(tmp_path: Path, proc: str) -> list[tuple[int, int]]:
-    (tmp_path / "self").write_text(proc)
-    return pool._cgroup_limits(str(tmp_path / "fs"), str(tmp_path / "self"))
-
-
-@pytest.mark.failure("91")
-def test_a_limit_of_version_two(tmp_path: Path) -> None:
-    cgroup(tmp_path / "fs", "/box", str(2**30), 700, 300)
-    assert limits(tmp_path, "0::/box\n") == [(2**30, 400)]
-
-
-@pytest.mark.failure("91")
-def test_nested_limits_are_all_seen(tmp_path: Path) -> None:
-    cgroup(tmp_path / "fs", "/a", "5000", 900, 100)
-    cgroup(tmp_path / "fs", "/a/b", "max", 500, 0)
-    cgroup(tmp_path / "fs", "/a/b/c", "9000", 50, 60)
-    assert limits(tmp_path, "0::/a/b/c\n") == [(9000, 0), (5000, 800)]
-
-
-@pytest.mark.failure("91")
-def test_limits_of_version_one(tmp_path: Path) -> None:
-    cgroup(tmp_path / "fs", "/docker/xyz", "4096000", 1000, 10, version=1)
-    proc = "12:cpu,cpuacct:/docker/xyz\n5:memory:/docker/xyz\n1:name=systemd:/docker/xyz\n"
-    assert limits(tmp_path, proc) == [(4096000, 990)]
-    assert limits(tmp_path, "7:hugetlb,memory:/docker/xyz\n") == [(4096000, 990)]
-
-
-def test_a_container_that_sees_only_its_own_root(tmp_path: Path) -> None:
-    # The path in /proc is the host's; the mount shows the container's own group at its root.
-    cgroup(tmp_path / "fs", "/", "3000", 100, 0)
-    assert limits(tmp_path, "0::/kubepods/pod1/abc\n") == [(3000, 100)]
-    assert limits(tmp_path, "0::/../../abc\n") == [(3000, 100)]
-
-
-def test_no_cgroups_at_all(tmp_path: Path) -> None:
-    assert pool._cgroup_limits(str(tmp_path / "fs"), str(tmp_path / "nowhere")) == []
-    assert limits(tmp_path, "") == []
-    assert limits(tmp_path, "0::/box\n") == []
-
-
-def test_a_limit_without_statistics_still_counts(tmp_path: Path) -> None:
-    cgroup(tmp_path / "fs", "/box", "5000", 700, 300)
-    (tmp_path / "fs" / "box" / "memory.stat").unlink()
-    assert limits(tmp_path, "0::/box\n") == [(5000, 700)]
-
-
-@pytest.mark.failure("91")
-@pytest.mark.parametrize(("free", "groups", "expected"), [
-    (10_000, [], 10_000),
-    (10_000, [(5000, 1000)], 4000),
-    (3000, [(5000, 1000)], 3000),
-    (10_000, [(9000, 0), (5000, 4999)], 1),
-    (10_000, [(5000, 6000)], 0),
-])  # fmt: skip
-def test_the_tightest_bound_counts(
-    free: int, groups: list[tuple[int, int]], expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool, "_meminfo_available", lambda: free)
-    monkeypatch.setattr(pool, "_cgroup_limits", lambda: groups)
-    assert available_memory(CPU) == expected
-
-
-def test_this_machine_has_memory() -> None:
-    assert 0 < available_memory(CPU) <= pool._meminfo_available() + 2**30

@@ -22,6 +22,7 @@ from .forms import Form
 from .generation import GenerateWatch
 from .guards import NOT_RECORDED, check_attachable, guard, refuse_load, refuse_recording, unguard
 from .loading import kept_out, loaded_whole
+from .needs import nbytes_to_come
 from .requests import Requests
 from .trials import choose_forms
 
@@ -33,7 +34,12 @@ _log = logging.getLogger("moecache")
 
 
 def attach(
-    model: PreTrainedModel, capacity: int | float | str = 0.25, *, bank: BankChoice = None, **options: Any
+    model: PreTrainedModel,
+    capacity: int | float | str = 0.25,
+    *,
+    bank: BankChoice = None,
+    context: int | None = None,
+    **options: Any,
 ) -> ExpertCache:
     """Run a model's experts from a cache; ``model.generate()`` is called as before.
 
@@ -52,6 +58,9 @@ def attach(
     bank : {"disk", "ram"}, optional
         Where the experts lie: in the checkpoint's files, or in host memory. By default the files if their bytes can
         be used as they are.
+    context : int, optional
+        Tokens, prompt and answer over all sequences at once, whose KV cache and activations ``capacity="auto"`` leaves room
+        for; by default 4,096, or fewer where the model knows no more positions.
     **options
         Passed to :class:`moecache.ExpertCache`.
 
@@ -81,6 +90,8 @@ def attach(
             forms = choose_forms([layer.module for layer in layers], expert_bank, top_k, device)
             for name, value in {"device": device, "top_k": top_k, "sentinel": _sentinel(layers)}.items():
                 options.setdefault(name, value)
+            if isinstance(capacity, str) and capacity == "auto":
+                options.setdefault("reserve", nbytes_to_come(model, device, context))
             cache = ExpertCache(expert_bank, capacity, **options)
         except BaseException:
             expert_bank.close()
@@ -132,7 +143,7 @@ def load(
         With the cache as ``model.moecache``.
     """
     cache_names = set(inspect.signature(ExpertCache.__init__).parameters) - {"self", "bank", "capacity"}
-    cache_options = {name: options.pop(name) for name in list(options) if name in cache_names}
+    cache_options = {name: options.pop(name) for name in list(options) if name in cache_names | {"context"}}
     if not options.keys() & {"variant", "subfolder"} and any(Path(path).glob("*.safetensors*")):
         CheckpointIndex(path)  # says what is missing or cut short before anything is built
     config_names = ("trust_remote_code", "revision", "token", "cache_dir", "subfolder")
