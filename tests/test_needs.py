@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-import moecache.hf  # noqa: F401  registers the implementation
+import moecache.hf
 from moecache import capacity, memory
 from moecache.hf.needs import kv_cache_nbytes, nbytes_to_come
 from moecache.memory import Bound
