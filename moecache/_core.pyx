@@ -15,7 +15,7 @@ from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, u
 from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memmove, memset
 
-from moecache.errors import ClosedError, LeaseError, RoutingError
+from moecache.errors import ClosedError, LeaseError, RoutingError, refuse_copy
 
 cdef extern from "_match.h" nogil:
     ptrdiff_t moe_place(ptrdiff_t entry)
@@ -287,7 +287,7 @@ cdef class Core:
         moe_events_destroy(&self.events)
 
     def __reduce__(self):
-        raise TypeError("a Core holds addresses and cannot be pickled or copied; make a new cache, its history can be saved")
+        refuse_copy(self)
 
     # Requests
 

@@ -58,6 +58,9 @@ cdef class RequestState:
     def __dealloc__(self):
         free(self.previous_ids)
 
+    def __reduce__(self):
+        refuse_copy(self)
+
     @property
     def counts(self):
         """int64 array [M]: the activation matrix so far, prompt and decode together."""

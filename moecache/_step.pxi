@@ -55,6 +55,9 @@ cdef class Plan:
         free(self._prefetch.data)
         free(self._drop.data)
 
+    def __reduce__(self):
+        refuse_copy(self)
+
     cdef int clear(self) except -1:
         self._fetch.size = self._prefetch.size = self._drop.size = 0
         self._priority = None
@@ -148,6 +151,9 @@ cdef class Step:
             self.core._abandoned(self)
         free(self.ids)
         free(self.place)
+
+    def __reduce__(self):
+        refuse_copy(self)
 
     cdef inline int32_t tally(self, int i) noexcept nogil:
         return self.start[i + 1] - self.start[i]

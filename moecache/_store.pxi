@@ -112,6 +112,9 @@ cdef class HistoryStore:
         self.active = []
         self.weights = OnlineWeights()
 
+    def __reduce__(self):
+        refuse_copy(self)
+
     def __dealloc__(self):
         cdef int32_t gid
         if self.tall != NULL:
@@ -253,11 +256,13 @@ cdef class HistoryStore:
                 request.load(joined)
             # Nothing in common with any: the oldest.
             entry = request.best[0] if request.find_best(1, True) else <int32_t> self.written.argmin()
-        if joined.max() > 255 and not self.high.shape[0]:
-            self.high = np.zeros(self.columns.shape[0], np.uint8)
+        cdef uint8_t[::1] high = self.high
+        if joined.max() > 255 and not high.shape[0]:
+            high = np.zeros(self.columns.shape[0], np.uint8)
         # No Python object is made while the lock is held: a finaliser could come back here.
         pthread_rwlock_wrlock(&self.guard)
         try:
+            self.high = high
             self._write(entry, p, d)
             if entry == self.size:
                 self.size += 1

@@ -345,6 +345,15 @@ class ExpertBank:
 
     def _check_mapped(self) -> None:
         self._check_open()
+        self.check_mapped()
+
+    def check_mapped(self) -> None:
+        """See that files which a loader has mapped into the bank's tensors were not written to: one ``stat`` each.
+
+        Raises
+        ------
+        CheckpointError
+        """
         for path, stamp in self._mapped.items():
             # One that was removed or replaced lives on in its mapping.
             with suppress(OSError):

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -19,7 +19,7 @@ from ._engine import Engine
 from .bank import ExpertBank
 from .capacity import nbytes_of, slots_for
 from .cuda import CudaCopies, numbered
-from .errors import ClosedError, LeaseError, PolicyError, RoutingError, TransferError
+from .errors import ClosedError, LeaseError, PolicyError, RoutingError, TransferError, refuse_copy
 from .history import Fingerprint, History
 from .memory import untouched_nbytes
 from .persistence import CacheFiles
@@ -263,8 +263,11 @@ class ExpertCache:
         Raises
         ------
         ClosedError
+        CheckpointError
+            A file that experts in memory are mapped from has been written to.
         """
         self._check_open()
+        self.bank.check_mapped()
         if self._learner is not None:
             self._learner.between_requests()
         return Request(self)
@@ -449,10 +452,8 @@ class ExpertCache:
     ) -> None:
         self.close()
 
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a cache holds addresses and threads and cannot be pickled or copied; make a new one over the bank"
-        )
+    def __reduce__(self) -> NoReturn:
+        refuse_copy(self)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.capacity} of {sum(self.num_experts)} experts on {self.device}"

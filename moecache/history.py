@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -285,10 +285,10 @@ class History:
 
     def copy(self) -> History:
         """A history of its own with the same contents."""
-        history, now = History(self.fingerprint, self.capacity), Snapshot.of(self)
-        history._fill(now.arrays(), now.tokens)
-        history.forecaster = self.forecaster
-        return history
+        return Snapshot.of(self).history()
+
+    def __reduce__(self) -> tuple[Callable[[Snapshot], History], tuple[Snapshot]]:
+        return Snapshot.history, (Snapshot.of(self),)
 
     def _fill(self, arrays: Mapping[str, np.ndarray], tokens: int) -> None:
         # Into a new history, what `Snapshot.arrays` gave.
@@ -351,6 +351,13 @@ class Snapshot(NamedTuple):
             {name: _copy(value) for name, value in store.weights.arrays().items()},
             history.forecaster,
         )
+
+    def history(self) -> History:
+        """A history with these contents."""
+        history = History(self.fingerprint, self.capacity)
+        history._fill(self.arrays(), self.tokens)
+        history.forecaster = self.forecaster
+        return history
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What a file holds, but for the forecaster."""

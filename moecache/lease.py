@@ -6,13 +6,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import torch
 
 from ._core import Step
-from .errors import ClosedError, LeaseError, MoeCacheError, TransferError
+from .errors import ClosedError, LeaseError, MoeCacheError, TransferError, refuse_copy
 
 if TYPE_CHECKING:
     from .request import Request
@@ -207,8 +207,8 @@ class Lease:
     ) -> None:
         self.release()
 
-    def __reduce__(self) -> Any:
-        raise TypeError("a lease stands for slots of this process and cannot be pickled or copied")
+    def __reduce__(self) -> NoReturn:
+        refuse_copy(self)
 
 
 class DeviceLease(Lease):

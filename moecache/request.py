@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
 
 from ._core import RequestState, Step
-from .errors import ClosedError, RoutingError
+from .errors import ClosedError, RoutingError, refuse_copy
 from .lease import DeviceLease, Lease
 from .router_output import ID_SIZE, UNSIGNED, check_weights, counted_mask, ids_on_cpu, signed
 from .stats import RequestStats
@@ -206,5 +206,5 @@ class Request:
     ) -> None:
         self.close(keep=kind is None)
 
-    def __reduce__(self) -> Any:
-        raise TypeError("a request belongs to its cache and cannot be pickled or copied")
+    def __reduce__(self) -> NoReturn:
+        refuse_copy(self)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ import torch
 from ._core import Core
 from ._engine import Engine, Sources
 from .cuda import CudaCopies, copies_for
-from .errors import ClosedError
+from .errors import ClosedError, refuse_copy
 from .pool import Pool
 
 if TYPE_CHECKING:
@@ -226,7 +226,5 @@ class Runtime:
             with suppress(ClosedError):  # in a forked child the link is its parent's
                 self.copies.close()
 
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a cache holds addresses and threads and cannot be pickled or copied; make a new one over the bank"
-        )
+    def __reduce__(self) -> NoReturn:
+        refuse_copy(self)

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from moecache import History
-from moecache.cache import Lease, Request
+from moecache.lease import Lease
+from moecache.request import Request
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PROMPTS = ["def __init__(self, ", "#include <stdio.h>\n\nint ", "<html>\n<head>\n", '{\n  "name": "a", "version": ']

@@ -222,7 +222,7 @@ def test_what_holds_addresses_cannot_be_copied(bank: ExpertBank) -> None:
     with ExpertCache(bank, 4) as cache, cache.request() as request, request.route(0, torch.tensor([[1]])) as lease:
         for thing in (cache, request, lease, cache._core):
             for way in (pickle.dumps, copy.copy, copy.deepcopy):
-                with pytest.raises(TypeError, match="cannot be pickled or copied"):
+                with pytest.raises(TypeError, match="cannot be pickled"):
                     way(thing)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
@@ -290,6 +292,17 @@ def test_fingerprints_tell_models_apart() -> None:
     assert not base.fits(Fingerprint.of(make_bank((8, 8), sizes=[6, 6]), 2))
     assert not base.fits(Fingerprint.of(make_bank((8, 8), sizes=[5, 6]), 2))
     assert "2 layers of 8 experts, top-2" in str(base)
+
+
+@pytest.mark.failure("B6")
+def test_a_history_can_be_copied_and_pickled() -> None:
+    history = History(Fingerprint((4, 3), 2, ""), 5)
+    history.add(np.array([1, 0, 2, 0, 0, 3, 0]), np.array([0, 1, 0, 0, 1, 0, 300]), 4)
+    for other in (copy.deepcopy(history), copy.copy(history), pickle.loads(pickle.dumps(history))):
+        other.add(np.array([0, 0, 0, 5, 5, 0, 0]), np.zeros(7, int), 5)
+        assert (len(history), len(other)) == (1, 2)
+        assert np.array_equal(other.store.decode_counts[0], history.store.decode_counts[0])
+        assert other.match(np.array([1, 1, 2, 0, 1, 3, 300])).max() == pytest.approx(1)
 
 
 @pytest.mark.failure("56", "125")

@@ -11,9 +11,9 @@ import torch
 
 from moecache import ExpertBank, ExpertCache, Fingerprint, History
 from moecache._core import Replay
-from moecache.cache import Lease
 from moecache.lab import read_trace, schedule
 from moecache.lab.replay import make_core
+from moecache.lease import Lease
 from moecache.policy import NAMES, resolve, score
 
 TINY = Path(__file__).parent.parent / "examples" / "tiny_moe" / "model"
