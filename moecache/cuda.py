@@ -285,7 +285,13 @@ class _Progress:
         self._began = time.monotonic()
         # disable=None: no bar where stderr is no terminal
         self._bar: Any = tqdm(
-            total=nbytes, desc="locking host memory", unit="B", unit_scale=True, disable=None, delay=PATIENCE_S, leave=False
+            total=nbytes,
+            desc="locking host memory",
+            unit="B",
+            unit_scale=True,
+            disable=None,
+            delay=PATIENCE_S,
+            leave=False,
         )
 
     def advance(self, nbytes: int) -> None:

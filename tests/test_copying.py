@@ -172,7 +172,12 @@ def test_a_process_without_a_home(tmp_path: Path) -> None:
     )
     env = {"PATH": "/usr/bin", "PYTHONPATH": str(Path(copying.__file__).parents[1]), "HOME": "/nonexistent"}
     done = subprocess.run(
-        [sys.executable, "-O", "-W", "error", "-c", script], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "-O", "-W", "error", "-c", script],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert (done.returncode, done.stdout.strip()) == (0, "2"), done.stderr
     assert done.stderr == ""

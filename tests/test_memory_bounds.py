@@ -188,7 +188,9 @@ def with_bounds(monkeypatch: pytest.MonkeyPatch, *found: Bound) -> None:
 
 @pytest.mark.failure("91", "100")
 def test_auto_leaves_what_is_mapped_headroom_and_the_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_bounds(monkeypatch, Bound("the machine", 1600 * MIB, 0), Bound("the memory cgroup /x", 160 * MIB, 40 * MIB, 30 * MIB))
+    with_bounds(
+        monkeypatch, Bound("the machine", 1600 * MIB, 0), Bound("the memory cgroup /x", 160 * MIB, 40 * MIB, 30 * MIB)
+    )
     assert room_for(CPU).nbytes == 80 * MIB
     assert room_for(CPU, reserve=20 * MIB).nbytes == 60 * MIB
     assert room_for(CPU, reserve=200 * MIB).nbytes == 0
@@ -204,7 +206,9 @@ def test_auto_on_a_roomy_machine_takes_all_experts(monkeypatch: pytest.MonkeyPat
 @pytest.mark.failure("91")
 def test_a_limit_below_the_need_of_a_token_says_where_the_memory_is(monkeypatch: pytest.MonkeyPatch) -> None:
     with_bounds(monkeypatch, Bound("the memory cgroup /x", 160 * MIB, 120 * MIB, 30 * MIB))
-    with pytest.raises(CapacityError, match=r"one token needs 8 at once.* /x limits memory to 167,772,160 bytes: .*leaves 0"):
+    with pytest.raises(
+        CapacityError, match=r"one token needs 8 at once.* /x limits memory to 167,772,160 bytes: .*leaves 0"
+    ):
         slots_for("auto", [EXPERT], [100], CPU, 8)
 
 

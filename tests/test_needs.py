@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-import moecache.hf  # noqa: F401  registers the implementation
+import moecache.hf
 from moecache import capacity, memory
 from moecache.hf.needs import kv_cache_nbytes, nbytes_to_come
 from moecache.memory import Bound
 
 CPU = torch.device("cpu")
-TINY = Path(__file__).parents[1] / "examples" / "tiny_moe"
+TINY = Path(__file__).parents[1] / "examples" / "tiny_moe" / "model"
 
 
 @pytest.mark.failure("100")
