@@ -9,11 +9,12 @@
 
 #if !defined(MOE_PLAIN) && defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define MOE_X86
+#endif
+/* Which clone runs is a matter of the dynamic linker, and musl's knows nothing of it. */
+#if defined(MOE_X86) && defined(__GLIBC__)
 #define MOE_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#define MOE_CLONES_256 __attribute__((target_clones("arch=x86-64-v3", "default")))
 #else
 #define MOE_CLONES
-#define MOE_CLONES_256
 #endif
 
 /* Entries a column is read in at a time; columns are padded to a multiple. */
@@ -30,18 +31,25 @@ static inline ptrdiff_t moe_place(ptrdiff_t entry) {
 #endif
 
 #ifdef MOE_X86
-/* target_clones would give both versions the same width, and a vector wider than a register lives in memory. */
+/* Not target_clones, which give all versions one width and lower its vectors before they know their registers: they then
+ * live in memory, and the version for 256 bits takes 1.7 times as long. */
 #define MOE_NAME moe_add_columns_512
 #define MOE_TARGET __attribute__((target("arch=x86-64-v4")))
 #define MOE_WIDTH 64
 #define MOE_VECTOR(name) moe_##name##_512
 #include "_columns.h"
-#endif
 
 #define MOE_NAME moe_add_columns_256
-#define MOE_TARGET MOE_CLONES_256
+#define MOE_TARGET __attribute__((target("arch=x86-64-v3")))
 #define MOE_WIDTH 32
 #define MOE_VECTOR(name) moe_##name##_256
+#include "_columns.h"
+#endif
+
+#define MOE_NAME moe_add_columns_plain
+#define MOE_TARGET
+#define MOE_WIDTH 32
+#define MOE_VECTOR(name) moe_##name##_plain
 #include "_columns.h"
 
 /* As many columns are read side by side as the memory prefetcher follows. */
@@ -56,8 +64,12 @@ static void moe_add_columns(double *dots, const uint8_t *columns, ptrdiff_t stri
             moe_add_columns_512(dots, columns, stride, gids + j, weights + j, m, wide, scale, n);
             continue;
         }
+        if (__builtin_cpu_supports("x86-64-v3")) {
+            moe_add_columns_256(dots, columns, stride, gids + j, weights + j, m, wide, scale, n);
+            continue;
+        }
 #endif
-        moe_add_columns_256(dots, columns, stride, gids + j, weights + j, m, wide, scale, n);
+        moe_add_columns_plain(dots, columns, stride, gids + j, weights + j, m, wide, scale, n);
     }
 }
 

@@ -14,17 +14,18 @@ HEADERS = Path(__file__).parent.parent / "moecache"
 WRAPPER = """
 #include "_match.h"
 ptrdiff_t place(ptrdiff_t entry) { return moe_place(entry); }
-int has_512(void) {
+int has(int width) {
 #ifdef MOE_X86
-    return __builtin_cpu_supports("x86-64-v4");
-#else
-    return 0;
+    if (width == 512) return __builtin_cpu_supports("x86-64-v4");
+    if (width == 256) return __builtin_cpu_supports("x86-64-v3");
 #endif
+    return 0;
 }
 #define ARGUMENTS double *d, const uint8_t *c, ptrdiff_t s, const int32_t *g, const int32_t *w, int k, int wide, double x, ptrdiff_t n
-void add_256(ARGUMENTS) { moe_add_columns_256(d, c, s, g, w, k, wide, x, n); }
+void add_plain(ARGUMENTS) { moe_add_columns_plain(d, c, s, g, w, k, wide, x, n); }
 void add(ARGUMENTS) { moe_add_columns(d, c, s, g, w, k, wide, x, n); }
 #ifdef MOE_X86
+void add_256(ARGUMENTS) { moe_add_columns_256(d, c, s, g, w, k, wide, x, n); }
 void add_512(ARGUMENTS) { moe_add_columns_512(d, c, s, g, w, k, wide, x, n); }
 #endif
 ptrdiff_t reaching(int32_t *e, const double *d, const float *i, ptrdiff_t n, float l) { return moe_reaching(e, d, i, n, l); }
@@ -53,12 +54,13 @@ def loops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return library
 
 
-@pytest.mark.parametrize("name", ["add", "add_256", "add_512"])
+@pytest.mark.parametrize("name", ["add", "add_plain", "add_256", "add_512"])
 @pytest.mark.parametrize("largest", [1, 300, 2_000_000_000])
 @pytest.mark.parametrize("stored", [1, 64, 100, 1000])
 def test_columns_are_added_exactly(loops: ctypes.CDLL, name: str, largest: int, stored: int) -> None:
-    if name == "add_512" and not loops.has_512():
-        pytest.skip("no registers of 512 bits here, or none asked for")
+    width = name.removeprefix("add_")
+    if width.isdecimal() and not loops.has(int(width)):
+        pytest.skip(f"no registers of {width} bits here, or none asked for")
     rng = np.random.default_rng(stored + largest)
     stride, k = (stored + 63) // 64 * 64, 13
     counts = rng.integers(0, 256, (40, stored))

@@ -14,7 +14,7 @@ from moecache.hf.needs import kv_cache_nbytes, nbytes_to_come
 from moecache.memory import Bound
 
 CPU = torch.device("cpu")
-TINY = Path(__file__).parents[1] / "examples" / "tiny_moe"
+TINY = Path(__file__).parents[1] / "examples" / "tiny_moe" / "model"
 
 
 @pytest.mark.failure("100")
