@@ -414,7 +414,7 @@ class _Names:
 
     def __call__(self, gid: int) -> str:
         layer = bisect.bisect_right(self._first, gid) - 1
-        return f"layer {layer} ({self._layer_names[layer]}), expert {gid - self._first[layer]}"
+        return f"layer {layer}, expert {gid - self._first[layer]} of {self._layer_names[layer]}"
 
 
 def _kinds(

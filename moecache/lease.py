@@ -143,7 +143,7 @@ class Lease:
     def _wait(self) -> None:
         # Until one of this step's experts lands, or, when none of them has a slot, until another lease gives one up.
         step = self._step
-        positions, slots, generations = step.pending()
+        _, slots, generations = step.pending()
         if not len(slots):
             self._wait_for_slot()
             return
@@ -155,9 +155,7 @@ class Lease:
             if at < 0:
                 raise
             self._core.fail(int(slots[at]), int(generations[at]))
-            expert = step.item(int(positions[at]))[0]
-            text = f"layer {step.layer}, expert {expert}: {error.strerror or error}"
-            raise TransferError(*((error.errno, text, error.filename) if error.errno else (text,))) from error.__cause__
+            raise
         finally:
             self._request._waited(time.perf_counter() - began)
 

@@ -18,6 +18,7 @@ from .errors import ClosedError, refuse_copy
 from .pool import Pool
 
 if TYPE_CHECKING:
+    from ._engine import Sources
     from .bank import ExpertBank
     from .history import History
     from .policy import Resolved
@@ -77,9 +78,10 @@ class Runtime:
         complete = np.zeros(sum(pool.slots), np.int32)
         numbers, addresses, strides = pool.regions()
         self._region = numbers
-        # Regions have the same numbers at every size, and a bank may have been closed since the cache was made.
-        self.sources: Sources = bank.sources(numbers) if replaces is None else replaces.sources
-        sources = self.sources
+        # Regions have the same numbers at every size, and the bank may have been closed since the cache was made.
+        kept = None if replaces is None else replaces.sources
+        sources = bank.sources(numbers) if kept is None else kept
+        self.sources: Sources | None = sources
         self.engine: Engine
         self.copies: CudaCopies | None = None
         if setup.link is None and setup.device.type == "cuda":
@@ -222,6 +224,7 @@ class Runtime:
 
     def _shut(self) -> None:
         self.engine.close()
+        self.sources = None
         if self.copies is not None:
             with suppress(ClosedError):  # in a forked child the link is its parent's
                 self.copies.close()
