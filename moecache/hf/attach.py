@@ -144,9 +144,9 @@ def load(
     """
     cache_names = set(inspect.signature(ExpertCache.__init__).parameters) - {"self", "bank", "capacity"}
     cache_options = {name: options.pop(name) for name in list(options) if name in cache_names | {"context"}}
-    if not options.keys() & {"variant", "subfolder"} and any(Path(path).glob("*.safetensors*")):
+    if not options.keys() & {"variant", "subfolder", "gguf_file"} and any(Path(path).glob("*.safetensors*")):
         CheckpointIndex(path)  # says what is missing or cut short before anything is built
-    config_names = ("trust_remote_code", "revision", "token", "cache_dir", "subfolder")
+    config_names = ("trust_remote_code", "revision", "token", "cache_dir", "subfolder", "gguf_file")
     config = options.get("config") or AutoConfig.from_pretrained(
         path, **{name: options[name] for name in config_names if name in options}
     )
