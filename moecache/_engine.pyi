@@ -251,8 +251,8 @@ class Engine:
         TransferError, RoutingError, ClosedError
             As `pause`.
         """
-    @property
-    def is_paused(self) -> bool: ...
+    def hand_pauses_to(self, other: Engine) -> None:
+        """Pause another engine, which takes this one's place, as often as this one is, and let `hold`'s pauses end there."""
     def resume(self) -> None:
         """End one `pause`.
 

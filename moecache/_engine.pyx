@@ -305,6 +305,7 @@ cdef class Engine:
     cdef _Keeper keeper
     cdef Room* room
     cdef int32_t sources_count, regions_count
+    cdef Engine successor   # that took over its pauses; None: none has
     cdef object finalizer   # closes the keeper when the engine is collected, and at exit
     cdef object __weakref__
 
@@ -522,9 +523,13 @@ cdef class Engine:
         self.wait_still(True, timeout)
         return pause
 
-    @property
-    def is_paused(self):
-        return self.keeper is not None and self.keeper.room.paused > 0
+    def hand_pauses_to(self, Engine other not None):
+        cdef int32_t paused
+        pthread_mutex_lock(&self.room.lock)
+        paused = self.room.paused
+        pthread_mutex_unlock(&self.room.lock)
+        self.successor = other
+        other.add_pause(paused)
 
     def resume(self):
         self.usable()
@@ -644,12 +649,14 @@ cdef class Pause:
     def end(self):
         cdef Engine engine = self.engine
         self.engine = None
+        while engine is not None and engine.successor is not None:
+            engine = engine.successor
         if engine is not None and not engine.keeper.closed and engine.keeper.forks == fork_count():
             engine.add_pause(-1)
 
     def __dealloc__(self):
-        if self.engine is not None and not self.engine.keeper.closed and self.engine.keeper.forks == fork_count():
-            self.engine.add_pause(-1)
+        if self.engine is not None:
+            self.end()
 
 
 cdef int64_t deadline_after(double seconds) except -1:

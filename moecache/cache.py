@@ -172,7 +172,8 @@ class ExpertCache:
         reserve, held = self._reserve, 0 if runtime is None else runtime.pool.nbytes
         if isinstance(capacity, str) and capacity == "auto" and self.device.type == "cpu":
             # A bank that lies in the same memory, mapped from files say, takes its pages as they are first copied.
-            sources = self.bank.sources(defaultdict(int)) if runtime is None else runtime.sources
+            kept = None if runtime is None else runtime.sources
+            sources = self.bank.sources(defaultdict(int)) if kept is None else kept
             host = sources.segment_file < 0
             reserve += untouched_nbytes(
                 zip(sources.segment_source[host].tolist(), sources.segment_nbytes[host].tolist(), strict=True)
@@ -348,8 +349,8 @@ class ExpertCache:
         CapacityError
             A capacity that cannot work, or the device has no room; the cache is as it was.
         LeaseError
-            This thread has a lease open or is resizing already, other threads' leases did not end before the timeout, or
-            the cache is paused; it is as it was.
+            This thread has a lease open or is resizing already, or other threads' leases did not end before the timeout;
+            the cache is as it was.
         TransferError
             What moves did not land before the timeout, or new I/O threads could not be started; it is as it was.
         ClosedError
@@ -377,8 +378,6 @@ class ExpertCache:
             return
         if core.open_here():
             raise LeaseError("resize() while a lease is open: leave the `with request.route(...)` block first")
-        if runtime.engine.is_paused:
-            raise LeaseError("resize() while the cache is paused; leave the `with cache.paused()` block first")
         began = time.monotonic()
         try:
             core.freeze()

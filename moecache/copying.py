@@ -97,6 +97,8 @@ def cache_file() -> Path | None:
     home = os.path.expanduser("~")
     return Path(home, ".cache", "moecache", "copies.json") if os.path.isabs(home) else None
 
+_MEASUREMENT = 1  # goes up when what is measured, or chosen from it, changes: what older versions have kept does not count
+
 
 def _fixed() -> tuple[str | None, int | None]:
     way, chunk = os.environ.get(WAY_VARIABLE) or None, os.environ.get(CHUNK_VARIABLE) or None
@@ -110,9 +112,7 @@ def _fixed() -> tuple[str | None, int | None]:
 
 
 def _of_this_machine(measure: Callable[[int, int], Sequence[float]]) -> Choice:
-    from . import __version__
-
-    machine, path = f"{_processor()}, moecache {__version__}", cache_file()
+    machine, path = f"{_processor()}, measurement {_MEASUREMENT}", cache_file()
     known = {} if path is None else _load(path)
     if machine in known:
         return known[machine]

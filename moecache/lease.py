@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from ._core import Step
-from .errors import ClosedError, LeaseError, MoeCacheError, TransferError, refuse_copy
+from .errors import ClosedError, LeaseError, TransferError, refuse_copy
 
 if TYPE_CHECKING:
     from .request import Request
@@ -169,6 +170,8 @@ class Lease:
                 others = core.held_elsewhere(step)
                 if core.retry(step):
                     break
+                if os.getpid() != self._request.cache._process:
+                    raise ClosedError("the cache belongs to the parent process; make a new one in the child")
                 if not others or time.perf_counter() - began > timeout:
                     raise self._no_slots(others)
                 core.wait_event(seen, _SLICE_S)
@@ -215,5 +218,5 @@ class DeviceLease(Lease):
     __slots__ = ()
 
     def __del__(self) -> None:
-        with suppress(MoeCacheError):  # the device captures, or is gone: the core unpins all the same
+        with suppress(Exception):  # the device captures, or is gone: the core unpins all the same
             self.release()

@@ -81,11 +81,9 @@ class Runtime:
         # Regions have the same numbers at every size, and the bank may have been closed since the cache was made.
         kept = None if replaces is None else replaces.sources
         sources = bank.sources(numbers) if kept is None else kept
-        self.sources: Sources | None = sources
+        self.sources: Sources | None = sources  # None once closed: it holds the bank's tensors
         self.engine: Engine
-        self.copies: CudaCopies | None = None
-        if setup.link is None and setup.device.type == "cuda":
-            self.copies = copies_for(sources, setup.device, len(complete), bank)
+        self.copies = self._copies_for(sources)
         try:
             self.engine = Engine(
                 sources,
@@ -117,6 +115,11 @@ class Runtime:
         except BaseException:
             self._shut()
             raise
+
+    def _copies_for(self, sources: Sources) -> CudaCopies | None:
+        if self.setup.link is not None or self.setup.device.type != "cuda":
+            return None
+        return copies_for(sources, self.setup.device, sum(self.pool.slots), self.setup.bank)
 
     def counters(self) -> dict[str, int]:
         """The engine's counters since the start or the last reset, those of earlier runtimes included."""
@@ -167,6 +170,7 @@ class Runtime:
             if self.core.successor is not new:
                 new._shut()
             raise
+        self.engine.hand_pauses_to(new.engine)
         self._shut()
         if shrinks:
             new._give_back(self.pool)

@@ -22,6 +22,7 @@ from fake_cuda import NOTHING, FakeCuda, installed
 import moecache
 from moecache import cuda
 from moecache.errors import CaptureError, TransferError
+from moecache.runtime import Runtime
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -33,12 +34,12 @@ LAYERS, EXPERTS, TOP_K = 6, 16, 4
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     with installed(monkeypatch) as fake:
 
-        def copies_for(cache: moecache.ExpertCache, sources: Any) -> cuda.CudaCopies:
-            made = cuda.copies_for(sources, torch.device("cuda", 1), cache.capacity, cache.bank)
+        def copies_for(runtime: Runtime, sources: Any) -> cuda.CudaCopies:
+            made = cuda.copies_for(sources, torch.device("cuda", 1), sum(runtime.pool.slots), runtime.setup.bank)
             fake.delay(150)
             return made
 
-        monkeypatch.setattr(moecache.ExpertCache, "_copies_for", copies_for)
+        monkeypatch.setattr(Runtime, "_copies_for", copies_for)
         yield fake
 
 
@@ -308,8 +309,8 @@ fake = FakeCuda()
 patch = pytest.MonkeyPatch()
 fake.install(patch)
 last.append(lambda: print(fake.held(), fake.counts()["violations"]))
-copies = lambda cache, sources: cuda.copies_for(sources, torch.device("cuda", 1), cache.capacity, cache.bank)
-patch.setattr(moecache.ExpertCache, "_copies_for", copies)
+copies = lambda runtime, sources: cuda.copies_for(sources, torch.device("cuda", 1), sum(runtime.pool.slots), runtime.setup.bank)
+patch.setattr(moecache.runtime.Runtime, "_copies_for", copies)
 bank = moecache.ExpertBank.from_tensors([{"w": torch.randn(16, 300, 100)} for _ in range(4)])
 cache = moecache.ExpertCache(bank, 12, top_k=2)
 fake.delay(3000)

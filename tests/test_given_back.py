@@ -193,7 +193,7 @@ def test_a_timeout_is_kept_while_a_copy_stands_still(bank: ExpertBank) -> None:
     link = FaultyLink(HostLink(), stall_at=1)
     with ExpertCache(bank, 4, link=link, timeout=0.3) as cache, cache.request() as request:
         began = time.monotonic()
-        with pytest.raises(TransferError, match=r"layer 0, expert 1: not complete after 0\.3 s"):
+        with pytest.raises(TransferError, match=r"not complete after 0\.3 s: layer 0, expert 1"):
             run(request, 0, [[1]])
         assert time.monotonic() - began < 5
         link.release()
@@ -205,7 +205,7 @@ def test_errors_name_layer_and_expert_and_stay_short() -> None:
     with make_bank((300,)) as bank:
         link = FaultyLink(HostLink(), fail_at=1)
         with ExpertCache(bank, 250, link=link) as cache, cache.request() as request:
-            with pytest.raises(TransferError, match="layer 0, expert 7: expert copy into slot") as failed:
+            with pytest.raises(TransferError, match="the copy of layer 0, expert 7 of layers.0 .* failed") as failed:
                 run(request, 0, [[7]])
             assert failed.value.__cause__ is not None
             with (

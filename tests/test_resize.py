@@ -267,14 +267,22 @@ def test_resizing_where_it_cannot_be_is_refused(bank: ExpertBank) -> None:
     with ExpertCache(bank, 8) as cache, cache.request() as request:
         with request.route(0, torch.tensor([[1]])), pytest.raises(LeaseError, match="while a lease is open"):
             cache.resize(4)
-        with cache.paused(), pytest.raises(LeaseError, match="paused"):
-            cache.resize(4)
         with pytest.raises(CapacityError):
             cache.resize(0)
         assert cache.capacity == 8
         cache.resize(4)
     with pytest.raises(ClosedError):
         cache.resize(8)
+
+
+def test_a_pause_goes_on_through_a_resize_and_ends_after_it(bank: ExpertBank) -> None:
+    with ExpertCache(bank, 8, timeout=0.2) as cache, cache.request() as request:
+        with cache.paused():
+            cache.resize(6)
+            cache.resize(9)
+            with pytest.raises(TransferError, match="not complete"):
+                run(request, 0, [[1]])
+        run(request, 0, [[1]])
 
 
 @pytest.mark.failure("I35b")
