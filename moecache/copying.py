@@ -97,7 +97,10 @@ def cache_file() -> Path | None:
     home = os.path.expanduser("~")
     return Path(home, ".cache", "moecache", "copies.json") if os.path.isabs(home) else None
 
-_MEASUREMENT = 1  # goes up when what is measured, or chosen from it, changes: what older versions have kept does not count
+
+_MEASUREMENT = (
+    1  # goes up when what is measured, or chosen from it, changes: what older versions have kept does not count
+)
 
 
 def _fixed() -> tuple[str | None, int | None]:

@@ -14,7 +14,7 @@ import pytest
 
 from moecache import copying
 from moecache._engine import Engine, Sources, time_copies
-from moecache.copying import CHUNK_NBYTES, SMALL_CHUNK_NBYTES, WAYS, Choice, cache_file, choose, settle
+from moecache.copying import _MEASUREMENT, CHUNK_NBYTES, SMALL_CHUNK_NBYTES, WAYS, Choice, cache_file, choose, settle
 
 
 class Machine:
@@ -81,14 +81,13 @@ def test_another_processor_or_version_is_measured_anew(nothing_known: Path, monk
 ])  # fmt: skip
 def test_a_damaged_file_is_measured_over(text: str, nothing_known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "_processor", lambda: "P")
-    from moecache import __version__
 
     nothing_known.parent.mkdir(parents=True)
-    nothing_known.write_bytes(text.replace("KEY", f"P, moecache {__version__}").encode("latin-1"))
+    nothing_known.write_bytes(text.replace("KEY", f"P, measurement {_MEASUREMENT}").encode("latin-1"))
     machine = Machine(7, 11, 2, 7)
     assert settle(machine) == Choice("streaming", CHUNK_NBYTES)
     assert machine.measured
-    assert json.loads(nothing_known.read_text()) == {f"P, moecache {__version__}": ["streaming", CHUNK_NBYTES]}
+    assert json.loads(nothing_known.read_text()) == {f"P, measurement {_MEASUREMENT}": ["streaming", CHUNK_NBYTES]}
 
 
 @pytest.mark.failure("G23")

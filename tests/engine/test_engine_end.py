@@ -219,6 +219,10 @@ def test_a_killed_process_leaves_nothing_behind(tmp_path: Path) -> None:
     package = str(Path(moecache._engine.__file__).parent)
     link = "FaultyLink(HostLink(), stall_at=3)"
     environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "HOME": str(tmp_path / "home")}
+    environment |= {
+        "MOECACHE_COPY": "plain",
+        "MOECACHE_CHUNK": str(1 << 20),
+    }  # else what was measured is kept in the home
     victim = subprocess.Popen(
         [sys.executable, "-c", EXIT.format(package=package, link=link, end=VICTIM)],
         stdin=subprocess.PIPE,

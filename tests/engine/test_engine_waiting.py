@@ -102,7 +102,9 @@ def test_a_wait_that_takes_too_long_shows_the_queue() -> None:
         "held by 1 chunks of earlier jobs that still move into the slot",
     ]
     moving = sorted(line.split(" for ")[0] for line in lines[6:])
-    assert moving[0] in {f"an I/O thread has been copying {n} bytes into slot 0" for n in (400, 600)}  # as chance has it
+    assert moving[0] in {
+        f"an I/O thread has been copying {n} bytes into slot 0" for n in (400, 600)
+    }  # as chance has it
     assert moving[1:] == ["an I/O thread has been copying 600 bytes into slot 1"]
     with pytest.raises(TransferError, match=r"not complete after 0 s\. [^:]*\n1 demand"):
         world.engine.drain(0.0)
