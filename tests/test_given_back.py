@@ -205,7 +205,7 @@ def test_errors_name_layer_and_expert_and_stay_short() -> None:
     with make_bank((300,)) as bank:
         link = FaultyLink(HostLink(), fail_at=1)
         with ExpertCache(bank, 250, link=link) as cache, cache.request() as request:
-            with pytest.raises(TransferError, match="the copy of layer 0, expert 7 of layers.0 .* failed") as failed:
+            with pytest.raises(TransferError, match=r"the copy of layer 0, expert 7 of layers\.0 .* failed") as failed:
                 run(request, 0, [[7]])
             assert failed.value.__cause__ is not None
             with (
