@@ -6,6 +6,7 @@ number in ``complete`` tells when its bytes are all there; waiting never holds t
 what it waits for itself where the link allows that.
 """
 
+import atexit
 import logging
 import os
 import weakref
@@ -156,8 +157,29 @@ class Sources:
         refuse_copy(self)
 
 
+cdef void* open_keepers = NULL     # of this process: those whose threads may still run; borrowed references
+
+
+# At exit the last to register runs first: what a device lends (weakref.finalize in cuda.py) is given back after the threads
+# have ended that use it.
+weakref.finalize(refuse_copy, int).detach()
+
+
+@atexit.register
+def _close_all():
+    """Stop all I/O threads before the interpreter takes the memory away that they copy between."""
+    cdef void* at = open_keepers
+    while open_keepers != NULL:
+        (<_Keeper> open_keepers).close()
+        if at == open_keepers:
+            break               # a forked child's copy, which closes nothing
+        at = open_keepers
+
+
 cdef class _Keeper:
-    """Owns the C record. The finalizer holds this and not the engine, so that it can run when the engine is gone."""
+    """Owns the C record. `_close_all` finds those that are open."""
+    cdef void* next_open    # in the list of open keepers
+    cdef void* previous_open
     cdef Room room
     cdef pthread_t threads[64]
     cdef int32_t forks
@@ -183,10 +205,28 @@ cdef class _Keeper:
         cond_init(&self.room.work)
         cond_init(&self.room.done)
 
+    cdef void enlist(self) noexcept:
+        global open_keepers
+        self.next_open = open_keepers
+        if open_keepers != NULL:
+            (<_Keeper> open_keepers).previous_open = <void*> self
+        open_keepers = <void*> self
+
+    cdef void unlist(self) noexcept:
+        global open_keepers
+        if self.next_open != NULL:
+            (<_Keeper> self.next_open).previous_open = self.previous_open
+        if self.previous_open != NULL:
+            (<_Keeper> self.previous_open).next_open = self.next_open
+        elif open_keepers == <void*> self:
+            open_keepers = self.next_open
+        self.next_open = self.previous_open = NULL
+
     cdef void close(self):
         if self.closed or self.forks != fork_count():
             return
         self.closed = True
+        self.unlist()
         cdef Room* room = &self.room
         with nogil:
             stop(room, self.threads)
@@ -221,10 +261,6 @@ cdef class _Keeper:
         pthread_cond_destroy(&self.room.work)
         pthread_cond_destroy(&self.room.done)
         pthread_mutex_destroy(&self.room.lock)
-
-
-def _close(_Keeper keeper):
-    keeper.close()
 
 
 include "_report.pxi"
@@ -306,7 +342,6 @@ cdef class Engine:
     cdef Room* room
     cdef int32_t sources_count, regions_count
     cdef Engine successor   # that took over its pauses; None: none has
-    cdef object finalizer   # closes the keeper when the engine is collected, and at exit
     cdef object __weakref__
 
     def __init__(self, sources, region_address, region_stride, complete, *, link=None, threads=1,
@@ -366,7 +401,13 @@ cdef class Engine:
             room.threads += 1
         keeper.counted = room.link.asynchronous
         keeper.link.users += keeper.counted
-        self.finalizer = weakref.finalize(self, _close, keeper)
+        keeper.enlist()
+
+    def __del__(self):
+        # Before a collection clears anything. No Python code, as in a weak reference's callback: an interrupt that strikes
+        # there is lost, and the close with it.
+        if self.keeper is not None:
+            self.keeper.close()
 
     cdef int usable(self) except -1:
         if self.keeper is None or self.keeper.closed:

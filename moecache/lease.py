@@ -105,10 +105,7 @@ class Lease:
         rows = None if step.token_index is None else torch.from_numpy(step.token_index)
         core.put_back(step, self._taken)
         while True:
-            if not step.open:
-                if core.closed:
-                    raise ClosedError(f"layer {step.layer}: the cache was closed")
-                raise LeaseError(f"layer {step.layer}: this lease has ended; read the slots inside its `with` block")
+            self._check_open()
             # The item before this one, be it that of an earlier loop that was left, is done with when the next is asked for.
             if self._taken >= 0:
                 i, self._taken = self._taken, -1
@@ -130,6 +127,12 @@ class Lease:
                 tokens = _FIRST_ROW if end - begin == 1 else _FIRST_ROW.expand(end - begin)
             self._at, self._taken = (begin, end), i
             yield expert, slot - self._first_slot, tokens
+
+    def _check_open(self) -> None:
+        if not self._step.open:
+            if self._core.closed:
+                raise ClosedError(f"layer {self._step.layer}: the cache was closed")
+            raise LeaseError(f"layer {self._step.layer}: this lease has ended; read the slots inside its `with` block")
 
     def _mark_readers(self, slots: np.ndarray) -> None:
         # Kernels already issued still read these slots: no copy may start before them.
@@ -166,6 +169,7 @@ class Lease:
         try:
             while True:
                 seen = core.event
+                self._check_open()
                 # Looked at before the slots are, lest the last holder lets go in between.
                 others = core.held_elsewhere(step)
                 if core.retry(step):

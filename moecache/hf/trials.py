@@ -119,8 +119,10 @@ def _forms(module: Any, specs: Mapping[str, ParamSpec], *, only_stock: bool) -> 
         )
         if plain_flags and set(specs) == {"gate_up_proj", "down_proj"}:
             yield Form(plain, "input")
+            yield Form(plain, "float32")
         yield Form(by_flags, "input")
         yield Form(by_flags, "scale")
+        yield Form(by_flags, "float32")
     yield Form(by_stock, "input")
     yield Form(by_stock_in_float32, "float32")
 
