@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-SECONDS = float(os.environ.get("MOECACHE_SOAK_SECONDS", "20"))
+SECONDS = float(os.environ.get("MOECACHE_SOAK_SECONDS", "15"))
 
 
 def run(script: str, *arguments: object, timeout: float = 280) -> str:
@@ -36,4 +36,4 @@ def test_resizes_beside_threads_that_route_and_generate() -> None:
 @pytest.mark.failure("E16", "E16b", "E17", "19")
 @pytest.mark.parametrize("over", ["loop", "generate"])
 def test_interrupts_at_any_moment_hold_no_slot_and_arrive(over: str) -> None:
-    run("interrupts.py", "--only", over, "--count", os.environ.get("MOECACHE_INTERRUPTS", "800"))
+    run("interrupts.py", "--only", over, "--count", os.environ.get("MOECACHE_INTERRUPTS", "300"))
