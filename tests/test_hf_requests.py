@@ -6,7 +6,6 @@ import copy
 import gc
 import inspect
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,22 +35,6 @@ def model(folder: Path):
     moecache.attach(model, 8)
     yield model
     moecache.detach(model)
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Request]]:
-    """Every request in the order in which they begin."""
-    made: list[Request] = []
-    begin = moecache.ExpertCache.request
-
-    def request(self: moecache.ExpertCache) -> Request:
-        made.append(begin(self))
-        return made[-1]
-
-    monkeypatch.setattr(moecache.ExpertCache, "request", request)
-    yield made
-    # Counted in one layer and not in another: nothing here does that.
-    assert all(len({int(layer.sum()) for layer in request.counts}) == 1 for request in made)
 
 
 def tokens(request: Request) -> int:

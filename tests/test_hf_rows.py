@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,20 +34,6 @@ def model(folder: Path, request: pytest.FixtureRequest):
     moecache.attach(model, 8)
     yield model
     moecache.detach(model)
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Request]]:
-    made: list[Request] = []
-    begin = moecache.ExpertCache.request
-
-    def request(self: moecache.ExpertCache) -> Request:
-        made.append(begin(self))
-        return made[-1]
-
-    monkeypatch.setattr(moecache.ExpertCache, "request", request)
-    yield made
-    assert all(len({int(layer.sum()) for layer in request.counts} - {0}) <= 1 for request in made)
 
 
 def tokens(request: Request) -> int:
