@@ -228,7 +228,7 @@ cdef class Core:
     cdef readonly object successor    # what took this core's place, and its requests; None: nobody has
     cdef int32_t deciding             # the tables are being changed: who drops a step now must not touch them
     cdef list abandoned               # (slot, generation) of steps that were dropped meanwhile
-    cdef int64_t deciding_ns, computing_ns   # time in route(); between handing an expert out and the next call
+    cdef int64_t deciding_ns, computing_ns   # time in route(); between the first expert handed out and the lease's end
     cdef int64_t stall_ns, slot_wait_ns      # time that leases waited for bytes; for a slot
     cdef int64_t requests_ns                 # time that finished requests took until their last lease ended
 
@@ -690,6 +690,8 @@ cdef class Core:
         if step.core is not None:
             self._unlist(step)
             step.request.last_ns = moe_now_ns()
+            if step.handed_out_ns:
+                self.computing_ns += step.request.last_ns - step.handed_out_ns - step.waited_ns
         moe_events_announce(&self.events)
 
     cdef void _abandoned(self, Step step) noexcept:
@@ -789,9 +791,12 @@ cdef class Core:
             moe_events_await(&self.events, seen, deadline)
         self.events.waiters -= 1
 
-    def waited(self, RequestState request, double seconds, bint for_slot):
-        """Count time that a lease of a request has waited, for bytes or for a slot."""
+    def waited(self, Step step not None, double seconds, bint for_slot):
+        """Count time that a lease has waited, for bytes or for a slot."""
         cdef int64_t ns = <int64_t> (seconds * 1e9)
+        cdef RequestState request = step.request
+        if step.handed_out_ns:
+            step.waited_ns += ns
         if for_slot:
             self.slot_wait_ns += ns
             request.slot_wait_ns += ns
@@ -917,7 +922,7 @@ cdef class Core:
                 continue
             if moe_load_acquire(&self.completed[step.slot[i]]) == step.generation[i]:
                 step.state[i] = TAKEN
-                if step.handed_out_ns == 0:   # else `finish` has just looked at the clock
+                if step.handed_out_ns == 0:
                     step.handed_out_ns = moe_now_ns()
                 return i
         return -1
@@ -928,18 +933,12 @@ cdef class Core:
         for i in range(step.unique):
             if step.state[i] == TAKEN and i != kept:
                 step.state[i] = WAITING
-        step.handed_out_ns = 0
 
     def finish(self, Step step, int i):
         """The expert at position `i` has been computed. True when `step.plan` holds new fetches for a later wave."""
         cdef int j
-        cdef int64_t now
         if not 0 <= i < step.unique or step.state[i] != TAKEN:
             raise LeaseError(f"position {i} of this step was not handed out, or is done already")
-        if step.handed_out_ns:
-            now = moe_now_ns()
-            self.computing_ns += now - step.handed_out_ns
-            step.handed_out_ns = now if step.done + 1 < step.unique else 0
         step.state[i] = DONE
         step.done += 1
         while step.first_open < step.unique and step.state[step.first_open] == DONE:

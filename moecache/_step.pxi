@@ -104,7 +104,7 @@ cdef class Step:
     cdef void *next_open        # neighbours in the list of the core's open steps; borrowed
     cdef void *previous_open
     cdef readonly uint64_t thread   # that routed it
-    cdef int64_t handed_out_ns  # when the item that is being computed was handed out
+    cdef int64_t handed_out_ns, waited_ns   # when its first expert was handed out; time that it has waited since
     cdef readonly int32_t layer
     cdef readonly Py_ssize_t tokens, counted_tokens
     cdef readonly int k, unique, hits, missing, deferred, done

@@ -105,7 +105,8 @@ class Lease:
         rows = None if step.token_index is None else torch.from_numpy(step.token_index)
         core.put_back(step, self._taken)
         while True:
-            self._check_open()
+            if not step.open:
+                self._check_open()
             # The item before this one, be it that of an earlier loop that was left, is done with when the next is asked for.
             if self._taken >= 0:
                 i, self._taken = self._taken, -1
@@ -161,7 +162,7 @@ class Lease:
             self._core.fail(int(slots[at]), int(generations[at]))
             raise
         finally:
-            self._request._waited(time.perf_counter() - began)
+            self._waited(time.perf_counter() - began)
 
     def _wait_for_slot(self) -> None:
         core, step, timeout = self._core, self._step, self._request.cache.timeout
@@ -180,8 +181,12 @@ class Lease:
                     raise self._no_slots(others)
                 core.wait_event(seen, _SLICE_S)
         finally:
-            self._request._waited(time.perf_counter() - began, for_slot=True)
+            self._waited(time.perf_counter() - began, for_slot=True)
         self._submit()
+
+    def _waited(self, seconds: float, *, for_slot: bool = False) -> None:
+        self._request._waited_s += seconds
+        self._core.waited(self._step, seconds, for_slot)
 
     def _no_slots(self, others: bool) -> LeaseError:
         step, held = self._step, self._core.holders()

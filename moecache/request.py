@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import torch
@@ -114,10 +114,21 @@ class Request:
         mask = None if counted is None else counted_mask(counted, tokens, layer)
         decode = tokens == 1 if decode is None else decode
         self._time(decode)
-        asked = (layer, ids.data_ptr(), itemsize, tokens, k, row_stride, column_stride, decode)
-        step = runtime.core.route(self._state, *asked, 0 if mask is None else mask.data_ptr(), cache._sentinel)
+        step = runtime.core.route(
+            self._state,
+            layer,
+            ids.data_ptr(),
+            itemsize,
+            tokens,
+            k,
+            row_stride,
+            column_stride,
+            decode,
+            0 if mask is None else mask.data_ptr(),
+            cache._sentinel,
+        )
         if step is None:
-            runtime, step = self._route_after_resize(*asked, 0 if mask is None else mask.data_ptr(), cache._sentinel)
+            runtime, step = self._route_after_resize(layer, ids, itemsize, decode, mask)
         lease = Lease(self, runtime, step) if runtime.copies is None else DeviceLease(self, runtime, step)
         try:
             if cache._recorder is not None:
@@ -131,12 +142,17 @@ class Request:
             raise
         return lease
 
-    def _route_after_resize(self, *asked: Any) -> tuple[Runtime, Step]:
-        began = time.monotonic()
+    def _route_after_resize(
+        self, layer: int, ids: torch.Tensor, itemsize: int, decode: bool, mask: torch.Tensor | None
+    ) -> tuple[Runtime, Step]:
+        cache, began = self.cache, time.monotonic()
+        counted = 0 if mask is None else mask.data_ptr()
         while True:
-            self.cache._follow(began)
-            runtime = self.cache._runtime
-            step = runtime.core.route(self._state, *asked)
+            cache._follow(began)
+            runtime, (tokens, k), (row, column) = cache._runtime, ids.shape, ids.stride()
+            step = runtime.core.route(
+                self._state, layer, ids.data_ptr(), itemsize, tokens, k, row, column, decode, counted, cache._sentinel
+            )
             if step is not None:
                 return runtime, step
 
@@ -146,10 +162,6 @@ class Request:
         if decode and self._decoded_at:
             self.cache._runtime.tell_pace(now - self._decoded_at - self._waited_s)
         self._decoded_at, self._waited_s = now, 0.0
-
-    def _waited(self, seconds: float, *, for_slot: bool = False) -> None:
-        self._waited_s += seconds
-        self.cache._runtime.core.waited(self._state, seconds, for_slot)
 
     def hint(self, layer: int, chances: torch.Tensor | np.ndarray) -> None:
         """Say what is known better of a coming layer, such as the model's own router on the hidden state of this one.

@@ -73,6 +73,7 @@ class Runtime:
         bank = setup.bank
         self.setup, self.pool = setup, pool
         self.first_slot = pool.first_slot
+        self._mean_expert_nbytes = bank.nbytes / sum(bank.num_experts)
         self.tensors = pool.tensors
         self._before: dict[str, int] = {} if replaces is None else replaces.counters()
         complete = np.zeros(sum(pool.slots), np.int32)
@@ -138,7 +139,7 @@ class Runtime:
         """Tell the core, which has no clock, how long a step took and how fast copies are."""
         rate = self.engine.link_rate
         if rate > 0:
-            expert = self.setup.bank.nbytes / sum(self.setup.bank.num_experts)
+            expert = self._mean_expert_nbytes
             self.core.pace(layer_s, expert / rate, min(expert, _WINDOW_BYTES) / rate)
 
     def replaced(self, slots: Sequence[int]) -> Runtime:

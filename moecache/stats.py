@@ -57,9 +57,7 @@ class Stats:
     deciding_s: float  # in route(): counting, matching, choosing
     stall_s: float  # waiting for bytes (on a device: for the last to be under way), the caller's own copies included
     slot_wait_s: float  # waiting for other leases to give up slots
-    computing_s: (
-        float  # between an expert handed out and the next one asked for: its arithmetic, as far as the host sees it
-    )
+    computing_s: float  # from a lease's first expert to its end, less waits: arithmetic, as far as the host sees it
     reading_s: float  # I/O threads and helping callers: chunks that came from files
     copying_s: float  # and those that came from memory
     waves: int  # steps that needed more experts than the cache had slots to give
