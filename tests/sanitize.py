@@ -32,9 +32,9 @@ class Sanitizer(NamedTuple):
 
 
 _MEMORY = ("engine", "fuzz", "soak", "test_bank", "test_cache", "test_core", "test_core_forecast", "test_cuda", "test_cuda_cache",
-           "test_cuda_memory", "test_failure_kinds", "test_forecaster", "test_hazard", "test_history", "test_match_loops",
-           "test_slots", "test_threads")  # fmt: skip
-_RACES = ("engine", "test_threads", "test_cuda", "test_failure_kinds")
+           "test_cuda_memory", "test_failure_kinds", "test_forecaster", "test_given_back", "test_hazard", "test_history",
+           "test_match_loops", "test_resize", "test_slots", "test_threads")  # fmt: skip
+_RACES = ("engine", "test_threads", "test_cuda", "test_failure_kinds", "test_resize")
 
 SANITIZERS = {
     "address": Sanitizer(
