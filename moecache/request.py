@@ -203,7 +203,9 @@ class Request:
         cache = self.cache
         runtime = cache._runtime
         if runtime.copies is not None and not cache.closed:
-            runtime.copies.mark_readers(runtime.core.pinned_by(self._state))
+            pinned = runtime.core.pinned_by(self._state)
+            if len(pinned):
+                runtime.copies.mark_readers(pinned)
         began = time.monotonic()
         cache._files.ending(self._state)  # before it ends, lest a signal handler counts it a second time
         while not cache._runtime.core.end_request(self._state, keep):
