@@ -527,8 +527,10 @@ cdef class Core:
         return self.wait[gid] + self._distance(self.gid_layer[gid], now)
 
     cdef inline double _ratio(self, int32_t gid, int32_t layer) noexcept nogil:
-        if self.current is None or self.current.counting:
+        if self.current is None:
             return self.prior[gid]
+        if self.current.counting:   # another thread's, whose matches are torn now: as where nothing matches
+            return 0
         return self.current.ratio(gid, layer)
 
     cdef int32_t _find_victims(self, int32_t kind, int32_t wanted, int32_t now, bint speculative) noexcept nogil:

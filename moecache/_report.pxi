@@ -21,7 +21,14 @@ cdef class _Snapshot:
         cdef Mover* mover
         cdef Mover* copied
         pthread_mutex_lock(&room.lock)
-        self.room = room[0]
+        # Not all of it: descriptors and the counters of reads have another lock, and none.
+        self.room.first, self.room.slots_count, self.room.paused = room.first, room.slots_count, room.paused
+        self.room.demand_count, self.room.heap_count, self.room.moving = room.demand_count, room.heap_count, room.moving
+        self.room.threads, self.room.threads_ended, self.room.link = room.threads, room.threads_ended, room.link
+        self.room.segment_start, self.room.segments = room.segment_start, room.segments
+        self.room.flight_first, self.room.flight_count = room.flight_first, room.flight_count
+        self.room.link_rate = load_double(&room.link_rate)
+        memcpy(self.room.flights, room.flights, sizeof(room.flights))
         memcpy(self.slots, room.slots, room.slots_count * sizeof(Slot))
         mover = room.every_mover
         while mover != NULL and self.movers_count < 128:
