@@ -31,7 +31,7 @@ _UNITS = {
     "TIB": 2**40,
 }
 # Of each limit, what "auto" leaves to libraries and code that are not in memory yet, to allocators and to everybody else.
-_HEADROOM = 1 / 16
+_HEADROOM = 1 / 32
 
 
 def slots_for(
@@ -107,7 +107,7 @@ def room_for(device: torch.device, reserve: int = 0, held: int = 0) -> Room:
     """What experts may take of a device without anything else being pushed out.
 
     Of every limit that applies (the device, the machine, memory cgroups, RLIMIT_AS and RLIMIT_DATA) there goes what is in
-    use, the pages of files that processes run from, a sixteenth as headroom, and the reserve. The least that remains counts.
+    use, the pages of files that processes run from, a thirty-second as headroom, and the reserve. The least that remains counts.
     Swap is no memory here.
 
     Parameters

@@ -24,6 +24,12 @@ MIB = 1 << 20
 EXPERT = {"w": ParamSpec((1 << 16,), torch.uint8)}
 
 
+@pytest.fixture(autouse=True)
+def a_round_headroom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sixteenth, whatever is left in practice: the numbers below are easy to follow then."""
+    monkeypatch.setattr(capacity, "_HEADROOM", 1 / 16)
+
+
 def small_bank() -> ExpertBank:
     return ExpertBank.from_tensors([{"w": torch.zeros(8, 4096, dtype=torch.uint8)} for _ in range(2)])
 
