@@ -146,6 +146,7 @@ def _load(path: Path) -> dict[str, Choice]:
 
 
 def _save(path: Path, known: dict[str, Choice]) -> None:
+    # Not files.write_atomically: this one is for its owner alone, as what it says decides how memory is copied.
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
