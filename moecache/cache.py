@@ -362,14 +362,18 @@ class ExpertCache:
 
     def _replace(self, slots: tuple[int, ...] | None) -> None:
         # None: as many as there are.
-        if self._resizer == threading.get_ident():
-            raise LeaseError("resize() inside a resize() of the same thread; let the first one end")
+        self._check_not_resizing("resize()")
         with self._resizing:
             self._resizer = threading.get_ident()
             try:
                 self._swap(self.pool.slots if slots is None else slots)
             finally:
                 self._resizer = 0
+
+    def _check_not_resizing(self, what: str) -> None:
+        # As from a signal handler: the lock would never come.
+        if self._resizer == threading.get_ident():
+            raise LeaseError(f"{what} inside a resize() of the same thread; let that end first")
 
     def _swap(self, slots: tuple[int, ...]) -> None:
         runtime = self._current()
@@ -413,9 +417,12 @@ class ExpertCache:
         ------
         TransferError
             What moves did not land before the timeout.
+        LeaseError
+            This thread is in the middle of a resize.
         ClosedError
         """
         self._check_open()
+        self._check_not_resizing("paused()")
         with self._resizing:
             pause = self._engine.hold(self.timeout)
         try:

@@ -275,6 +275,21 @@ def test_resizing_where_it_cannot_be_is_refused(bank: ExpertBank) -> None:
         cache.resize(8)
 
 
+@pytest.mark.failure("E18")
+def test_pausing_or_resizing_in_the_middle_of_a_resize_is_refused(
+    bank: ExpertBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As a signal handler would: in the same thread, which holds what it would wait for.
+    with ExpertCache(bank, 8) as cache:
+        for inner in (lambda: cache.resize(7), lambda: cache.paused().__enter__()):
+            with monkeypatch.context() as patch:
+                patch.setattr(moecache.runtime.Runtime, "_adopt", lambda *_, inner=inner, **__: inner())
+                with pytest.raises(LeaseError, match="inside a resize"):
+                    cache.resize(5)
+            assert cache.capacity == 8
+        cache.resize(5)
+
+
 def test_a_pause_goes_on_through_a_resize_and_ends_after_it(bank: ExpertBank) -> None:
     with ExpertCache(bank, 8, timeout=0.2) as cache, cache.request() as request:
         with cache.paused():
