@@ -78,7 +78,7 @@ class ExpertCache:
         I/O threads; by default two for a bank on disk, so that one reads while the other copies out, and one otherwise.
     timeout : float
         Seconds after which a wait for bytes or for a slot is an error.
-    sentinel : int, optional
+    padding_id : int, optional
         An expert id that means "none", besides -1.
     link : engine link, optional
         What the bytes travel over; by default what bank and device need.
@@ -118,7 +118,7 @@ class ExpertCache:
         top_k: int | None = None,
         threads: int | None = None,
         timeout: float = 60.0,
-        sentinel: int | None = None,
+        padding_id: int | None = None,
         link: Any = None,
         reserve: int | str = 0,
     ) -> None:
@@ -128,10 +128,10 @@ class ExpertCache:
         self.top_k = top_k
         self._reserve = nbytes_of(reserve)
         self.timeout = timeout
-        self._sentinel = -1 if sentinel is None else sentinel
-        if 0 <= self._sentinel < max(self.num_experts):
+        self._padding_id = -1 if padding_id is None else padding_id
+        if 0 <= self._padding_id < max(self.num_experts):
             raise RoutingError(
-                f"sentinel {sentinel} is an expert of some layer: expected a number that no router gives"
+                f"padding_id {padding_id} is an expert of some layer: expected a number that no router gives"
             )
         self._policy = resolve(policy)
         if not prefetch_waste >= 0:

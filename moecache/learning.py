@@ -165,7 +165,9 @@ class Learner:
             return _number(fitted)
         return 0
 
-    def step(self, request: Request, layer: int, ids: torch.Tensor, decode: bool, counted: torch.Tensor | None) -> None:
+    def step(
+        self, request: Request, layer: int, ids: torch.Tensor, decode: bool, token_mask: torch.Tensor | None
+    ) -> None:
         """Take down one routed step, as :meth:`moecache.lab.record.Recorder.step` does."""
         if not self._recording:
             return
@@ -178,7 +180,7 @@ class Learner:
                     recorder.seal()
                     recorder.discard()
             if recorder is not None and recorder.tokens < LOG_TOKENS:
-                recorder.step(request, layer, ids, decode, counted)
+                recorder.step(request, layer, ids, decode, token_mask)
         if error is not None:
             self._give_up(error)
             self._say()

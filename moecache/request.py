@@ -12,7 +12,7 @@ import torch
 from ._core import RequestState, Step
 from .errors import ClosedError, RoutingError, refuse_copy
 from .lease import DeviceLease, Lease
-from .router_output import ID_SIZE, UNSIGNED, check_weights, counted_mask, ids_on_cpu, signed
+from .router_output import ID_SIZE, UNSIGNED, check_token_mask, check_topk_weights, ids_on_cpu, signed
 from .stats import RequestStats
 
 if TYPE_CHECKING:
@@ -59,11 +59,11 @@ class Request:
     def route(
         self,
         layer: int,
-        ids: torch.Tensor,
-        weights: torch.Tensor | None = None,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
         *,
         decode: bool | None = None,
-        counted: torch.Tensor | None = None,
+        token_mask: torch.Tensor | None = None,
     ) -> Lease:
         """Take the router's choice for one step; returns a lease on the experts' slots.
 
@@ -71,14 +71,14 @@ class Request:
         ----------
         layer : int
             Which MoE layer, counting only those, from 0.
-        ids : integer Tensor ``[tokens, k]``
+        topk_ids : integer Tensor ``[tokens, k]``
             -1 is padding: nothing is loaded or counted for it. An expert named twice in a row is served at both places
             and counted once.
-        weights : float Tensor ``[tokens, k]``, optional
+        topk_weights : float Tensor ``[tokens, k]``, optional
             The gate weights, only looked at for NaN.
         decode : bool, optional
             Whether the step belongs to the answer; by default when it has one token.
-        counted : bool Tensor ``[tokens]``, optional
+        token_mask : bool Tensor ``[tokens]``, optional
             False rows are computed but not counted (padding tokens of a batch).
 
         Raises
@@ -92,7 +92,7 @@ class Request:
         CaptureError
             The current stream captures a CUDA graph.
         """
-        cache, runtime = self.cache, self.cache._runtime
+        ids, cache, runtime = topk_ids, self.cache, self.cache._runtime
         if self.closed or cache.closed:
             raise ClosedError("this request is closed" if self.closed else "this cache is closed; make a new one")
         if runtime.copies is not None:
@@ -108,10 +108,10 @@ class Request:
         if len(shape) != 2:
             raise RoutingError(f"layer {layer}: ids have shape {tuple(shape)}; expected [tokens, k]")
         tokens, k = shape
-        if weights is not None:
-            check_weights(weights, ids, layer)
+        if topk_weights is not None:
+            check_topk_weights(topk_weights, ids, layer)
         row_stride, column_stride = ids.stride()
-        mask = None if counted is None else counted_mask(counted, tokens, layer)
+        mask = None if token_mask is None else check_token_mask(token_mask, tokens, layer)
         decode = tokens == 1 if decode is None else decode
         self._time(decode)
         step = runtime.core.route(
@@ -125,7 +125,7 @@ class Request:
             column_stride,
             decode,
             0 if mask is None else mask.data_ptr(),
-            cache._sentinel,
+            cache._padding_id,
         )
         if step is None:
             runtime, step = self._route_after_resize(layer, ids, itemsize, decode, mask)
@@ -146,12 +146,22 @@ class Request:
         self, layer: int, ids: torch.Tensor, itemsize: int, decode: bool, mask: torch.Tensor | None
     ) -> tuple[Runtime, Step]:
         cache, began = self.cache, time.monotonic()
-        counted = 0 if mask is None else mask.data_ptr()
+        mask_address = 0 if mask is None else mask.data_ptr()
         while True:
             cache._follow(began)
             runtime, (tokens, k), (row, column) = cache._runtime, ids.shape, ids.stride()
             step = runtime.core.route(
-                self._state, layer, ids.data_ptr(), itemsize, tokens, k, row, column, decode, counted, cache._sentinel
+                self._state,
+                layer,
+                ids.data_ptr(),
+                itemsize,
+                tokens,
+                k,
+                row,
+                column,
+                decode,
+                mask_address,
+                cache._padding_id,
             )
             if step is not None:
                 return runtime, step

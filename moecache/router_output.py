@@ -1,4 +1,4 @@
-"""What a router hands over, checked before anything changes: ids, gate weights, the mask of counted rows."""
+"""What a router hands over, checked before anything changes: ids, gate weights, the token mask."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from .errors import RoutingError
 
-__all__ = ["ID_SIZE", "UNSIGNED", "check_weights", "counted_mask", "ids_on_cpu", "signed"]
+__all__ = ["ID_SIZE", "UNSIGNED", "check_token_mask", "check_topk_weights", "ids_on_cpu", "signed"]
 
 # Bytes of an id as _core reads them; -1 marks the unsigned byte.
 ID_SIZE = {torch.int64: 8, torch.int32: 4, torch.int16: 2, torch.int8: 1, torch.uint8: -1}
@@ -37,7 +37,7 @@ def signed(ids: torch.Tensor) -> torch.Tensor:
     return wide.where(wide >= 0, torch.iinfo(torch.int64).max)
 
 
-def check_weights(weights: torch.Tensor, ids: torch.Tensor, layer: int) -> None:
+def check_topk_weights(weights: torch.Tensor, ids: torch.Tensor, layer: int) -> None:
     if weights.shape != ids.shape or not weights.is_floating_point() or weights.is_meta:
         raise RoutingError(
             f"layer {layer}: gate weights are {weights.dtype} {tuple(weights.shape)} on {weights.device}; expected floats "
@@ -48,10 +48,10 @@ def check_weights(weights: torch.Tensor, ids: torch.Tensor, layer: int) -> None:
         raise RoutingError(f"layer {layer}: gate weights hold NaN; the router's logits or the layer's input are broken")
 
 
-def counted_mask(counted: torch.Tensor, tokens: int, layer: int) -> torch.Tensor:
-    if counted.dtype is not torch.bool or counted.shape != (tokens,) or counted.is_meta:
+def check_token_mask(token_mask: torch.Tensor, tokens: int, layer: int) -> torch.Tensor:
+    if token_mask.dtype is not torch.bool or token_mask.shape != (tokens,) or token_mask.is_meta:
         raise RoutingError(
-            f"layer {layer}: `counted` is {counted.dtype} {tuple(counted.shape)} on {counted.device}; expected torch.bool "
-            f"({tokens},)"
+            f"layer {layer}: `token_mask` is {token_mask.dtype} {tuple(token_mask.shape)} on {token_mask.device}; "
+            f"expected torch.bool ({tokens},)"
         )
-    return counted.to("cpu").contiguous()
+    return token_mask.to("cpu").contiguous()

@@ -124,7 +124,7 @@ REPORTED: dict[str, Reported] = {
     "33": Reported("a replayed graph passes the cache by", "NVIDIA/Megatron-LM#5220, VL#53960"),
     "36": Reported("a copy of the wrong number of bytes", "MI#153"),
     "37": Reported("padding ids of -1 index from the end", "ROCm/aiter#4839, VL#42034"),
-    "38": Reported("ids out of range, sentinels among them", "dphnAI/sonar#1782, LC#25777"),
+    "38": Reported("ids out of range, padding ids among them", "dphnAI/sonar#1782, LC#25777"),
     "39": Reported("ids that are repeated in a row or a batch", "VL#39391, deepseek-ai/EPLB#27"),
     "40": Reported("an expert, or a step, without tokens", "HF#32283, NVIDIA/TransformerEngine#2134"),
     "42": Reported("NaN or infinite router output", "VL#39391"),

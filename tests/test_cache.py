@@ -194,13 +194,13 @@ META = torch.zeros((1, 2), dtype=torch.int64, device="meta")
         (None, {}, "cannot be made a tensor"),
         ("01", {}, "cannot be made a tensor"),
         (META, {}, "meta"),
-        ([[0, 1]], {"weights": torch.tensor([[0.5, math.nan]])}, "NaN"),
-        ([[0, 1]], {"weights": torch.tensor([[0.5]])}, "gate weights"),
-        ([[0, 1]], {"weights": torch.tensor([[1, 2]])}, "gate weights are torch.int64"),
-        ([[0, 1]], {"weights": torch.zeros((1, 2), device="meta")}, "meta"),
-        ([[0, 1]], {"counted": torch.tensor([1])}, "`counted` is torch.int64"),
-        ([[0, 1]], {"counted": torch.tensor([True, True])}, "`counted`"),
-        ([[0, 1]], {"counted": torch.ones(1, dtype=torch.bool, device="meta")}, "meta"),
+        ([[0, 1]], {"topk_weights": torch.tensor([[0.5, math.nan]])}, "NaN"),
+        ([[0, 1]], {"topk_weights": torch.tensor([[0.5]])}, "gate weights"),
+        ([[0, 1]], {"topk_weights": torch.tensor([[1, 2]])}, "gate weights are torch.int64"),
+        ([[0, 1]], {"topk_weights": torch.zeros((1, 2), device="meta")}, "meta"),
+        ([[0, 1]], {"token_mask": torch.tensor([1])}, "`token_mask` is torch.int64"),
+        ([[0, 1]], {"token_mask": torch.tensor([True, True])}, "`token_mask`"),
+        ([[0, 1]], {"token_mask": torch.ones(1, dtype=torch.bool, device="meta")}, "meta"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -234,24 +234,24 @@ def test_padding_duplicates_and_empty_batches_just_work(bank: ExpertBank) -> Non
 
 
 @pytest.mark.failure("38")
-def test_a_sentinel_is_padding_when_configured(bank: ExpertBank) -> None:
-    with ExpertCache(bank, 3, sentinel=8) as cache, cache.request() as request:
+def test_the_padding_id_is_padding_when_configured(bank: ExpertBank) -> None:
+    with ExpertCache(bank, 3, padding_id=8) as cache, cache.request() as request:
         assert run(request, 0, [[8, 0], [-1, 8]]) == [0]
 
 
-@pytest.mark.parametrize("sentinel", [0, 3, 7])
-def test_a_sentinel_that_is_an_expert_is_refused(bank: ExpertBank, sentinel: int) -> None:
-    with pytest.raises(RoutingError, match=f"sentinel {sentinel} is an expert"):
-        ExpertCache(bank, 3, sentinel=sentinel)
+@pytest.mark.parametrize("padding_id", [0, 3, 7])
+def test_a_padding_id_that_is_an_expert_is_refused(bank: ExpertBank, padding_id: int) -> None:
+    with pytest.raises(RoutingError, match=f"padding_id {padding_id} is an expert"):
+        ExpertCache(bank, 3, padding_id=padding_id)
 
 
 def test_good_gate_weights_and_uncounted_rows_pass(bank: ExpertBank) -> None:
     with ExpertCache(bank, 4) as cache, cache.request() as request:
         weights = torch.tensor([[0.5, 0.5], [math.inf, 0.0]], dtype=torch.bfloat16)
-        run(request, 0, [[0, 1], [2, 3]], weights=weights, counted=torch.tensor([True, False]))
+        run(request, 0, [[0, 1], [2, 3]], topk_weights=weights, token_mask=torch.tensor([True, False]))
         assert request.counts[0].tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
         assert cache.stats().tokens == 1
-        run(request, 0, torch.zeros((0, 2), dtype=torch.int64), weights=torch.zeros(0, 2))
+        run(request, 0, torch.zeros((0, 2), dtype=torch.int64), topk_weights=torch.zeros(0, 2))
 
 
 @pytest.mark.failure("45")

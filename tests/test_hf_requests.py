@@ -367,7 +367,7 @@ def test_decode_steps_are_told_apart(model) -> None:
     route = Request.route
 
     def spy(self, layer, ids, *args, **kwargs):
-        seen.append((layer, tuple(ids.shape), kwargs["decode"], kwargs["counted"] is not None))
+        seen.append((layer, tuple(ids.shape), kwargs["decode"], kwargs["token_mask"] is not None))
         return route(self, layer, ids, *args, **kwargs)
 
     ids, mask = left_padded()

@@ -75,7 +75,7 @@ def test_padding_is_computed_but_not_counted_whatever_form_the_mask_has(
         model(ids, attention_mask=given)
         assert tokens(opened[0]) == int(mask.sum())
     rows = Rows(ids, given, 0, None, None, Ends(), [])
-    assert torch.equal(rows.counted(), mask.bool().reshape(-1))
+    assert torch.equal(rows.token_mask(), mask.bool().reshape(-1))
 
 
 @torch.no_grad()
@@ -84,7 +84,7 @@ def test_masks_that_say_nothing_count_all(model) -> None:
     ids, mask = left_padded()
     for given in (None, "flash", {}, {"full_attention": None}, mask[:, :3], mask[:3], torch.ones_like(mask), mask.to("meta"),
                   torch.zeros(4, 1, 3, 9), torch.ones(4, 1, 9, 0), torch.ones(9)):  # fmt: skip
-        assert Rows(ids, given, 0, None, None, Ends(), []).counted() is None
+        assert Rows(ids, given, 0, None, None, Ends(), []).token_mask() is None
 
 
 @torch.no_grad()
@@ -99,9 +99,9 @@ def test_masks_of_a_later_pass(model, opened: list[Request]) -> None:
     for keys in (12, 20):  # a static cache has keys for what is still to come
         seen = square(model, more, 9, keys)
         rows = Rows(last, seen, 9, None, None, Ends(), [])
-        assert torch.equal(rows.counted(), more[:, 9:].bool().reshape(-1))
+        assert torch.equal(rows.token_mask(), more[:, 9:].bool().reshape(-1))
     wide = torch.cat([more, torch.zeros(4, 8, dtype=more.dtype)], 1)
-    assert torch.equal(Rows(last, wide, 9, None, None, Ends(), []).counted(), more[:, 9:].bool().reshape(-1))
+    assert torch.equal(Rows(last, wide, 9, None, None, Ends(), []).token_mask(), more[:, 9:].bool().reshape(-1))
 
 
 @pytest.mark.failure("D15")
@@ -144,9 +144,9 @@ def test_padding_of_models_with_sliding_windows(tmp_path: Path, opened: list[Req
 
 def test_rows_behind_the_last_packed_sequence_are_padding() -> None:
     ids = torch.ones((1, 8), dtype=torch.long)
-    counted = Rows(ids, None, None, None, torch.tensor([0, 2, 5]), Ends(), []).counted()
+    counted = Rows(ids, None, None, None, torch.tensor([0, 2, 5]), Ends(), []).token_mask()
     assert counted.tolist() == [True] * 5 + [False] * 3
-    assert Rows(ids, None, None, None, torch.tensor([0, 2, 8]), Ends(), []).counted() is None
+    assert Rows(ids, None, None, None, torch.tensor([0, 2, 8]), Ends(), []).token_mask() is None
 
 
 # Answers that have ended

@@ -75,7 +75,7 @@ def hand_written(cache: ExpertCache, seed: int) -> None:
                     rank = np.minimum(random.geometric(0.25, (tokens, TOP_K)) - 1, EXPERTS - 1)
                     ids = torch.from_numpy(favourites[(rank + 3 * layer) % EXPERTS])
                     counted = torch.tensor([False, True, True, True, True]) if number == 1 and tokens == 5 else None
-                    with request.route(layer, ids, counted=counted) as lease:
+                    with request.route(layer, ids, token_mask=counted) as lease:
                         for _ in lease.ready():
                             pass
 

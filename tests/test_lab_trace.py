@@ -278,7 +278,7 @@ class TestRecording:
             with cache.request() as request:
                 for ids, counted in (([[0, -1], [2, 3]], [False, True]), ([[1, 2], [3, 4]], None)):
                     mask = None if counted is None else torch.tensor(counted)
-                    with request.route(0, torch.tensor(ids, dtype=torch.int32), counted=mask):
+                    with request.route(0, torch.tensor(ids, dtype=torch.int32), token_mask=mask):
                         pass
         trace = read_trace(path)
         assert trace.experts.tolist() == [

@@ -88,7 +88,7 @@ def attach(
         try:
             device, top_k = _device(model), _top_k(layers)
             forms = choose_forms([layer.module for layer in layers], expert_bank, top_k, device)
-            for name, value in {"device": device, "top_k": top_k, "sentinel": _sentinel(layers)}.items():
+            for name, value in {"device": device, "top_k": top_k, "padding_id": _padding_id(layers)}.items():
                 options.setdefault(name, value)
             if isinstance(capacity, str) and capacity == "auto":
                 options.setdefault("reserve", nbytes_to_come(model, device, context))
@@ -307,7 +307,7 @@ def _experts_per_token(config: Any) -> int | None:
     return None
 
 
-def _sentinel(layers: list[ExpertsLayer]) -> int | None:
+def _padding_id(layers: list[ExpertsLayer]) -> int | None:
     """transformers' eager forwards skip the id ``num_experts``."""
     counts = {layer.module.num_experts for layer in layers}
     return counts.pop() if len(counts) == 1 else None  # type: ignore[return-value]

@@ -153,8 +153,8 @@ def _routed(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    request, decode, counted = state.attachment.requests.current(state.layer, top_k_weights)
-    with request.route(state.layer, top_k_index, decode=decode, counted=counted) as lease:
+    request, decode, token_mask = state.attachment.requests.current(state.layer, top_k_weights)
+    with request.route(state.layer, top_k_index, decode=decode, token_mask=token_mask) as lease:
         return combine(self, state.form, lease, hidden_states, top_k_index, top_k_weights)
 
 

@@ -59,7 +59,7 @@ class _Current(threading.local):
     inside: bool = False
     decode: bool | None = None
     rows: Rows | None = None
-    counted: torch.Tensor | None = None
+    token_mask: torch.Tensor | None = None
     last_layer: int = -1
     links_output: bool = False
     generation: Generation | None = None
@@ -124,7 +124,7 @@ class Requests:
             current.decode = True
         if generation is not None:
             generation.passes += 1
-        current.counted, current.rows = None, None
+        current.token_mask, current.rows = None, None
         if tokens is None or (batch == 1 and length == 1 and packed is None):
             return
         if new > 1:
@@ -165,17 +165,17 @@ class Requests:
             again = layer <= current.last_layer and tokens > 1
             if current.open is None or current.open.ids is not None or again or not current.open.usable:
                 current.open = self._begin()
-            current.decode = current.counted = current.rows = None
+            current.decode = current.token_mask = current.rows = None
         elif current.rows is not None and (weights.is_cpu or not capturing()):
-            current.counted, current.rows = current.rows.counted(), None
+            current.token_mask, current.rows = current.rows.token_mask(), None
         current.last_layer = layer
-        counted = current.counted
-        if counted is not None and counted.shape[0] != tokens:
-            counted = None
+        token_mask = current.token_mask
+        if token_mask is not None and token_mask.shape[0] != tokens:
+            token_mask = None
         # One token on a device: once a pass, as what is NaN stays so; a look at each layer would wait for the device.
         if weights.is_cpu or ((tokens > 1 or layer == self._last_layer) and not capturing()):
-            counted = without_nan(weights, counted)
-        return current.open.request, current.decode, counted
+            token_mask = without_nan(weights, token_mask)
+        return current.open.request, current.decode, token_mask
 
     @contextmanager
     def generating(self, generation: Generation) -> Iterator[None]:

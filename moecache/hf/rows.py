@@ -50,7 +50,7 @@ class Rows(NamedTuple):
     ends: Ends
     ended: list[bool]
 
-    def counted(self) -> torch.Tensor | None:
+    def token_mask(self) -> torch.Tensor | None:
         """bool Tensor ``[batch * length]`` on the host, as the experts see the rows; None when all count."""
         batch, length = self.tokens.shape[:2]
         if self.packed is not None:
@@ -101,12 +101,12 @@ def _seen(mask: Any, length: int, past: int | None) -> torch.Tensor | None:
     return (shown if first >= 0 else shown.any(-1)).cpu()
 
 
-def without_nan(weights: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor | None:
+def without_nan(weights: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor | None:
     """The mask of counted rows less those whose gate weights ``[tokens, k]`` hold NaN, which were routed by nothing."""
     # A sum is NaN when a term is: one reduction where there is none. Of a few numbers Python's is the faster.
     few = weights.is_cpu and weights.numel() <= _FEW
     total = sum(map(sum, weights.tolist())) if few else weights.sum().item()
     if not math.isnan(total):
-        return counted
+        return token_mask
     sound = ~weights.isnan().any(1).cpu()
-    return sound if counted is None else counted & sound
+    return sound if token_mask is None else token_mask & sound

@@ -53,7 +53,6 @@ def replay_command(
     history: Path | None = typer.Option(None, help="What is known before: a history, or activation counts."),  # noqa: B008
     history_capacity: int = typer.Option(1000, min=1, help="Requests kept in the history."),
     link: list[str] = typer.Option([], help="Add a clock: a profile, or BYTES_PER_S,LATENCY_S."),  # noqa: B008
-    profile: list[str] = typer.Option([], help="The same as --link."),  # noqa: B008
     prefetch: bool = typer.Option(True, help="Whether a replay with a clock may fetch ahead."),
     expert_bytes: int = typer.Option(None, min=1, help="Bytes of an expert, where the trace's model is not known."),
     stand_in_for: str = typer.Option(None, "--as", help="Stretch the routing to the shape of a model without a trace."),
@@ -70,7 +69,7 @@ def replay_command(
     job = _Job(
         capacities=_capacities(capacity),
         policies=_policies(policy),
-        links=[name for text in (*link, *profile) for name in _link_names(text)],
+        links=[name for text in link for name in _link_names(text)],
         prefetch=prefetch,
         expert_nbytes=expert_bytes,
         shape=stand_in_for,

@@ -95,7 +95,7 @@ class Recorder:
             )
         bank = cache.bank
         nbytes = {bank.expert_nbytes(layer) for layer in range(cache.layers)}
-        self._layers, self._sentinel = cache.layers, cache._sentinel
+        self._layers, self._padding_id = cache.layers, cache._padding_id
         self.closed = False
         self.tokens = self.requests = 0
         self._running: dict[int, _Pass] = {}
@@ -121,7 +121,9 @@ class Recorder:
             ),
         )
 
-    def step(self, request: Request, layer: int, ids: torch.Tensor, decode: bool, counted: torch.Tensor | None) -> bool:
+    def step(
+        self, request: Request, layer: int, ids: torch.Tensor, decode: bool, token_mask: torch.Tensor | None
+    ) -> bool:
         """Take down one routed step, unless the recording is over. `ids` are on the CPU and checked."""
         if self._finished:  # in a forked child, where the lock may be another thread's for good
             return False
@@ -141,14 +143,14 @@ class Recorder:
                 of = self._known.get(request)
                 if of is None:
                     of = self._known[request] = _Recorded(next(self._numbers))
-                mask = None if counted is None else counted.cpu().numpy().astype(np.uint8)
+                mask = None if token_mask is None else token_mask.cpu().numpy().astype(np.uint8)
                 shape = ids.shape[0], self._layers, ids.shape[1]
                 current = self._running[key] = _Pass(request, of, shape, decode, mask)
             if ids.shape[1] > current.experts.shape[2]:
                 wider = ((0, 0), (0, 0), (0, ids.shape[1] - current.experts.shape[2]))
                 current.experts = np.pad(current.experts, wider, constant_values=-1)
             found = ids.numpy()
-            current.experts[:, layer, : ids.shape[1]] = np.where(found == self._sentinel, -1, found)
+            current.experts[:, layer, : ids.shape[1]] = np.where(found == self._padding_id, -1, found)
             current.layer = layer
             if layer == self._layers - 1:
                 self._finish(key)
