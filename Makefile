@@ -10,7 +10,7 @@ EXTRAS := hf,plot,metrics,cli,dev
 INSTALLED := $(VENV)/.installed
 BUILT := $(VENV)/.built
 PEERS := $(VENV)/.bench-peers
-NATIVE := $(wildcard moecache/*.pyx moecache/*.pxd moecache/*.pxi moecache/*.h)
+NATIVE := $(foreach kind,pyx pxd pxi h,$(wildcard moecache/*.$(kind) moecache/*/*.$(kind)))
 
 .DELETE_ON_ERROR:
 .PHONY: help install demo test test-processors sanitize soak interrupts fuzz bench lint format wheel clean distclean

@@ -298,7 +298,7 @@ class Engine:
         ``joined``
             Prefetches raised to demand before they were complete.
         ``prefetch_dropped``, ``prefetch_cancelled``
-            Prefetches given up before they began; after that, at a chunk boundary.
+            Prefetches dropped before they began; after that, at a chunk boundary.
         ``failed``
         ``stall_ns``, ``busy_ns``, ``reading_ns``
             Time callers waited; time the link was in use (summed over threads that copy at once); the part of it in which

@@ -524,7 +524,7 @@ def test_the_table_is_filled_from_cuda_python_and_can_be_called() -> None:
 
 def test_the_signatures_are_those_the_link_calls() -> None:
     """Types of the same passing convention, in the same places, in the capsules' names and in the link's C record."""
-    text = (Path(cuda.__file__).parent / "_links.pxi").read_text()
+    text = (Path(cuda.__file__).parent / "_transfer" / "cuda_link.pxi").read_text()
     fields = dict(re.findall(r"^    int \(\*(\w+)\)\(([^)]*)\) noexcept nogil$", text, re.M))
 
     def kind(c_type: str) -> str:

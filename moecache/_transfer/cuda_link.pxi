@@ -1,247 +1,52 @@
-# The links: what the bytes travel over. Each is a C record of functions; the classes below only fill one in.
-# Included by _engine.pyx. _limits.pxi has those that stand in for others in tests and benchmarks.
+# Copies to a CUDA device, over the addresses of runtime functions that moecache.cuda takes from cuda-python.
 
 
-cdef int no_enter(Link* link) noexcept nogil:
-    return 0
-
-
-cdef int no_begin(Link* link, int32_t slot) noexcept nogil:
-    return 0
-
-
-cdef void no_abandon(Link* link) noexcept nogil:
-    pass
-
+cdef enum:                      # of the CUDA runtime's API
+    CUDA_INVALID_VALUE = 1      # cudaErrorInvalidValue
+    CUDA_NOT_READY = 600        # cudaErrorNotReady
+    CUDA_HOST_TO_DEVICE = 1     # cudaMemcpyHostToDevice
+    CUDA_CAPTURE_RELAXED = 2    # cudaStreamCaptureModeRelaxed
 
 cdef enum:
-    STREAM_BYTES = 1 << 20      # a chunk from here on is more than the core that reads it next would find in its cache
-    PLACED_BYTES = 16384        # fewer are not worth a part of a read of their own
-
-
-cdef inline void land(Mover* mover, Chunk* chunk, uint64_t target, const void* source, uint64_t nbytes) noexcept nogil:
-    if chunk.nbytes >= STREAM_BYTES:
-        moe_copy(mover.way, <void*> target, source, <size_t> nbytes)
-    else:
-        memcpy(<void*> target, source, <size_t> nbytes)
-
-
-cdef int host_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexcept nogil:
-    cdef int32_t i
-    for i in range(chunk.pieces):
-        land(mover, chunk, chunk.target[i], <void*> chunk.source[i], chunk.length[i])
-    return 0
-
-
-cdef int read_buffered(Mover* mover, File* file, uint64_t source, unsigned char* target, int64_t nbytes) noexcept nogil:
-    cdef int64_t done = 0, got, ask
-    while done < nbytes:
-        ask = nbytes - done
-        if mover.short_read:
-            ask = min(ask, mover.short_read)
-        got = pread(file.buffered, target + done, <size_t> ask, <off_t> (source + done))
-        if got <= 0:
-            if got < 0 and errno == EINTR:
-                continue
-            mover.fault_offset = source + done
-            return END_OF_FILE if got == 0 else errno
-        done += got
-    return 0
-
-
-cdef int read_blocks(Mover* mover, File* file, uint64_t base, iovec* parts, int count, int64_t needed) noexcept nogil:
-    """Read whole blocks from here on into the parts until the bytes needed are there.
-
-    EAGAIN: they are to be read the other way.
-    """
-    cdef int64_t done = 0, got
-    while done < needed:
-        got = preadv(file.direct, parts, count, <int64_t> base + done)
-        if got < 0 and errno == EINTR:
-            continue
-        if mover.refuse_direct or (got < 0 and errno in (EINVAL, EOPNOTSUPP)):
-            store_release(&file.refused, 1)
-            return EAGAIN
-        if got <= 0:
-            mover.fault_offset = base + done
-            return END_OF_FILE if got == 0 else errno
-        if mover.short_read:
-            got = min(got, mover.short_read)
-        if done + got < needed:
-            # The next direct read must begin on a block; less than a block is the end of the file or a whim.
-            if got < file.align:
-                return EAGAIN
-            got &= ~(file.align - 1)
-        done += got
-        while count and got >= <int64_t> parts[0].iov_len:
-            got -= parts[0].iov_len
-            parts += 1
-            count -= 1
-        if count:
-            parts[0].iov_base = <char*> parts[0].iov_base + got
-            parts[0].iov_len -= got
-    return 0
-
-
-cdef int read_direct(Mover* mover, File* file, uint64_t source, unsigned char* buffer, int64_t nbytes) noexcept nogil:
-    """Read the aligned blocks around the bytes into the buffer; EAGAIN: they are to be read the other way."""
-    cdef int64_t mask = file.align - 1
-    cdef uint64_t base = source & ~(<uint64_t> mask)
-    cdef int64_t needed = <int64_t> (source - base) + nbytes
-    cdef iovec part
-    part.iov_base = buffer
-    part.iov_len = (needed + mask) & ~mask
-    return read_blocks(mover, file, base, &part, 1, needed)
-
-
-cdef int read_into_place(Mover* mover, File* file, Chunk* chunk) noexcept nogil:
-    """Read the blocks around the chunk: those inside a piece to where they belong, as far as the slot's address allows
-    that, the others by way of the bounce buffer. EAGAIN: the chunk is to be read the other way.
-    """
-    cdef uint64_t mask = file.align - 1, at = chunk.source[0], cursor
-    cdef uint64_t base = at & ~mask, end = at + chunk.nbytes
-    cdef uint64_t first[MAX_PIECES]
-    cdef uint64_t last[MAX_PIECES]
-    cdef iovec parts[MAX_PARTS]
-    cdef int count = 0, error
-    cdef int32_t i
-    cursor = base
-    for i in range(chunk.pieces):
-        first[i] = (at + mask) & ~mask
-        last[i] = (at + chunk.length[i]) & ~mask
-        if last[i] < first[i] + PLACED_BYTES or (chunk.target[i] + first[i] - at) & (file.memory_align - 1):
-            last[i] = first[i] = at + chunk.length[i]       # all of the piece bounces
-        else:
-            if first[i] > cursor:
-                parts[count].iov_base = mover.bounce + (cursor - base)
-                parts[count].iov_len = first[i] - cursor
-                count += 1
-            parts[count].iov_base = <void*> (chunk.target[i] + first[i] - at)
-            parts[count].iov_len = last[i] - first[i]
-            count += 1
-            cursor = last[i]
-        at += chunk.length[i]
-    if cursor < end:
-        parts[count].iov_base = mover.bounce + (cursor - base)
-        parts[count].iov_len = ((end + mask) & ~mask) - cursor
-        count += 1
-    error = read_blocks(mover, file, base, parts, count, <int64_t> (end - base))
-    if error:
-        return error
-    at = chunk.source[0]
-    for i in range(chunk.pieces):
-        land(mover, chunk, chunk.target[i], mover.bounce + (at - base), first[i] - at)
-        land(mover, chunk, chunk.target[i] + last[i] - at, mover.bounce + (last[i] - base), at + chunk.length[i] - last[i])
-        at += chunk.length[i]
-    return 0
-
-
-cdef bint goes_direct(Link* link, File* file) noexcept nogil:
-    """Of a file that is kept open for this link."""
-    return link.direct and load_acquire(&file.refused) == 0
-
-
-cdef int read_cached(Link* link, Mover* mover, File* file, Chunk* chunk, unsigned char* room) noexcept nogil:
-    """Read a chunk of a file that is kept open through the page cache: into the room, or, NULL, to where it belongs."""
-    cdef int64_t done = 0
-    cdef int32_t i
-    cdef unsigned char* target
-    cdef int error = hold_buffered(mover.files, file)
-    if error:
-        return error
-    for i in range(chunk.pieces):
-        target = <unsigned char*> chunk.target[i] if room == NULL else room + done
-        error = read_buffered(mover, file, chunk.source[i], target, chunk.length[i])
-        if error:
-            break
-        done += chunk.length[i]
-    add_relaxed(&mover.counters.buffered_reads, 1)
-    if link.direct:
-        posix_fadvise(file.buffered, <off_t> chunk.source[0], <off_t> chunk.nbytes, POSIX_FADV_DONTNEED)
-    return checked(file, file.buffered, error)
-
-
-cdef bint make_bounce(Mover* mover) noexcept nogil:
-    # A disk's request has so many parts at most, and scattered small pages are a part each: on huge pages a chunk is
-    # one request and not several.
-    cdef int64_t page = 1 << 21 if mover.bounce_bytes >= 1 << 21 else 4096
-    cdef int64_t nbytes = (mover.bounce_bytes + page - 1) & ~(page - 1)
-    if posix_memalign(<void**> &mover.bounce, <size_t> page, <size_t> nbytes):
-        mover.bounce = NULL
-        return False
-    if page > 4096:
-        advise_huge(mover.bounce, <size_t> nbytes)
-    return True
-
-
-cdef int file_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexcept nogil:
-    cdef File* file
-    cdef int error
-    if chunk.file < 0:
-        return host_copy(link, mover, chunk, ticket)
-    file = &mover.files.file[chunk.file]
-    mover.fault_offset = chunk.source[0]
-    if link.direct and mover.bounce == NULL and not make_bounce(mover):
-        return ENOMEM
-    error = hold_file(mover.files, file, link.direct)
-    if error:
-        return error
-    error = EAGAIN
-    if goes_direct(link, file):
-        error = read_into_place(mover, file, chunk)
-        if error != EAGAIN:
-            error = checked(file, file.direct, error)
-            if error == 0:
-                add_relaxed(&mover.counters.direct_reads, 1)
-    if error == EAGAIN:
-        error = read_cached(link, mover, file, chunk, NULL)
-    leave_file(mover.files, file)
-    return error
-
-
-cdef enum:
-    CUDA_INVALID_VALUE = 1
-    CUDA_NOT_READY = 600
-    CUDA_HOST_TO_DEVICE = 1
-    CUDA_CAPTURE_RELAXED = 2
-    CUDA_POLL_NS = 10000
+    CUDA_POLL_NS = 10000        # how late a landing may be noticed
 
 
 cdef uint64_t NO_STREAM = <uint64_t> -1       # 0 is a handle: the default stream
 
 
-cdef struct Cuda:
+cdef struct Cuda:               # what a CudaLink works on; written when it is made, except where a field says otherwise
+    # The runtime's functions of these names, which return a cudaError_t.
     int (*memcpy_async)(void*, const void*, size_t, int, void*) noexcept nogil
     int (*event_record)(void*, void*) noexcept nogil
     int (*event_query)(void*) noexcept nogil
     int (*stream_wait_event)(void*, void*, unsigned int) noexcept nogil
     int (*set_device)(int) noexcept nogil
     int (*exchange_capture_mode)(int*) noexcept nogil
-    int device
-    void* stream
-    uint64_t* events            # one per ticket
-    int32_t slots
+    int device                  # number of the device
+    void* stream                # that copies are queued on
+    uint64_t* events            # [tickets] end of the chunk with each ticket
+    int32_t slots               # length of the next four
     uint64_t* read_event        # last reader of each slot
-    uint64_t* read_stream       # where that was recorded
+    uint64_t* read_stream       # where that was recorded, NO_STREAM: nowhere; written with the link's `marking` held
     uint64_t* copy_event        # end of the last copy into each slot
-    int32_t* fresh              # the copy may not have landed: who reads the slot waits for its event
-    int32_t ending[MAX_DEPTH]   # slot whose copy ends with the chunk of this ticket, -1: none
+    int32_t* fresh              # 1: the copy may not have landed, who reads the slot waits for its event; atomic
+    int32_t ending[MAX_DEPTH]   # slot whose copy ends with the chunk of this ticket, -1: none; the I/O thread's
     uint64_t* locked            # ascending [start, stop) of page-locked host memory, one registration each
-    int32_t locked_count
-    unsigned char* staging      # page-locked room for what lies in files or in pageable memory, one part per ticket
-    int64_t staging_part
+    int32_t locked_count        # how many there are
+    unsigned char* staging      # page-locked memory for what lies in files or in pageable memory, one part per ticket
+    int64_t staging_part        # bytes of a part, a multiple of 4096; 0: there is no such memory
 
 
-# Names of cudaError_t that a copy, an event or a stream may answer; after those of the second kind nothing works any more.
+# Names of cudaError_t that a copy, an event or a stream may return; after those of the second kind nothing works any more.
 _CUDA_ERRORS = {1: "invalid value", 2: "out of memory", 4: "driver shutting down", 35: "insufficient driver",
                 46: "device busy or unavailable", 100: "no device", 101: "invalid device", 201: "invalid context",
                 304: "operating system call failed", 400: "invalid handle", 709: "context is destroyed",
                 800: "not permitted", 801: "not supported", 900: "stream capture unsupported",
                 901: "stream capture invalidated", 905: "stream capture isolation"}
 _CUDA_STICKY = {214: "uncorrectable ECC error", 220: "uncorrectable NVLink error", 700: "illegal address",
-                702: "launch timeout", 710: "device-side assert", 714: "hardware stack error", 715: "illegal instruction",
+                702: "launch_chunk timeout", 710: "device-side assert", 714: "hardware stack error", 715: "illegal instruction",
                 716: "misaligned address", 717: "invalid address space", 718: "invalid program counter",
-                719: "launch failure", 999: "unknown"}
+                719: "launch_chunk failure", 999: "unknown"}
 
 
 def cuda_message(int code):
@@ -259,14 +64,14 @@ cdef int cuda_error(int code) noexcept nogil:
 cdef int cuda_enter(Link* link) noexcept nogil:
     # A new thread's current device is 0; using it would make a context there. And copies on a stream of our own do not
     # concern a graph that another thread captures: relaxed, neither do this thread's queries.
-    cdef Cuda* cuda = <Cuda*> link.state
+    cdef Cuda* cuda = <Cuda*> link.context
     cdef int mode = CUDA_CAPTURE_RELAXED
     cdef int code = cuda.set_device(cuda.device)
     return cuda_error(code if code else cuda.exchange_capture_mode(&mode))
 
 
 cdef int cuda_begin(Link* link, int32_t slot) noexcept nogil:
-    cdef Cuda* cuda = <Cuda*> link.state
+    cdef Cuda* cuda = <Cuda*> link.context
     if slot >= cuda.slots or cuda.read_stream[slot] == NO_STREAM:
         return 0
     return cuda_error(cuda.stream_wait_event(cuda.stream, <void*> cuda.read_event[slot], 0))
@@ -295,12 +100,12 @@ cdef int cuda_send(Cuda* cuda, uint64_t target, uint64_t source, int64_t nbytes)
 
 
 cdef int cuda_send_memory(Cuda* cuda, Chunk* chunk, int32_t ticket) noexcept nogil:
-    """Page-locked memory travels from where it lies, the rest by way of the staging room as long as there is any.
+    """Page-locked memory travels from where it lies, the rest by way of the staging buffer as long as there is any.
 
     The driver copies pageable memory too, but only when the stream has come that far, with the calling thread waiting.
     """
     cdef unsigned char* staged = cuda.staging + ticket * cuda.staging_part
-    cdef int64_t room = cuda.staging_part, nbytes, left
+    cdef int64_t capacity = cuda.staging_part, nbytes, left
     cdef uint64_t target, source
     cdef bint locked = False
     cdef int32_t i
@@ -311,11 +116,11 @@ cdef int cuda_send_memory(Cuda* cuda, Chunk* chunk, int32_t ticket) noexcept nog
             nbytes = locked_run(cuda, source, left, &locked)
             code = cuda_send(cuda, target, source, nbytes) if locked else CUDA_INVALID_VALUE
             # Memory locked by somebody else may end, or have been unlocked, without our knowing.
-            if code == CUDA_INVALID_VALUE and nbytes <= room:
+            if code == CUDA_INVALID_VALUE and nbytes <= capacity:
                 memcpy(staged, <void*> source, <size_t> nbytes)
                 code = cuda_send(cuda, target, <uint64_t> staged, nbytes)
                 staged += nbytes
-                room -= nbytes
+                capacity -= nbytes
             elif code == CUDA_INVALID_VALUE and not locked:
                 code = cuda_send(cuda, target, source, nbytes)
             if code:
@@ -327,27 +132,27 @@ cdef int cuda_send_memory(Cuda* cuda, Chunk* chunk, int32_t ticket) noexcept nog
 
 
 cdef int cuda_send_file(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexcept nogil:
-    """Read into the staging room while the chunks before travel on from theirs."""
-    cdef Cuda* cuda = <Cuda*> link.state
+    """Read into the staging buffer while the chunks before travel on from theirs."""
+    cdef Cuda* cuda = <Cuda*> link.context
     cdef File* file = &mover.files.file[chunk.file]
     cdef unsigned char* staged = cuda.staging + ticket * cuda.staging_part
     cdef int error
     cdef int32_t i
     mover.fault_offset = chunk.source[0]
-    error = hold_file(mover.files, file, link.direct)
+    error = acquire_file(mover.files, file, link.direct)
     if error:
         return error
     error = EAGAIN
     if goes_direct(link, file):
         error = read_direct(mover, file, chunk.source[0], staged, chunk.nbytes)
         if error != EAGAIN:
-            error = checked(file, file.direct, error)
+            error = check_after_read(file, file.direct, error)
             if error == 0:
                 add_relaxed(&mover.counters.direct_reads, 1)
                 staged += chunk.source[0] & <uint64_t> (file.align - 1)
     if error == EAGAIN:
         error = read_cached(link, mover, file, chunk, staged)
-    leave_file(mover.files, file)
+    release_file(mover.files, file)
     for i in range(chunk.pieces):
         if error:
             break
@@ -357,7 +162,7 @@ cdef int cuda_send_file(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) 
 
 
 cdef int cuda_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexcept nogil:
-    cdef Cuda* cuda = <Cuda*> link.state
+    cdef Cuda* cuda = <Cuda*> link.context
     cdef int error
     if chunk.file >= 0:
         error = cuda_send_file(link, mover, chunk, ticket)
@@ -367,7 +172,7 @@ cdef int cuda_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexc
 
 
 cdef int cuda_end(Link* link, int32_t slot, int32_t ticket) noexcept nogil:
-    cdef Cuda* cuda = <Cuda*> link.state
+    cdef Cuda* cuda = <Cuda*> link.context
     cdef int code = cuda.event_record(<void*> cuda.copy_event[slot], cuda.stream)
     if code == 0:
         cuda.ending[ticket] = slot
@@ -376,7 +181,7 @@ cdef int cuda_end(Link* link, int32_t slot, int32_t ticket) noexcept nogil:
 
 
 cdef int cuda_query(Link* link, Mover* mover, int32_t ticket, int64_t* again_ns) noexcept nogil:
-    cdef Cuda* cuda = <Cuda*> link.state
+    cdef Cuda* cuda = <Cuda*> link.context
     cdef int code = cuda.event_query(<void*> cuda.events[ticket])
     cdef int32_t slot = cuda.ending[ticket]
     if code == CUDA_NOT_READY:
@@ -386,62 +191,6 @@ cdef int cuda_query(Link* link, Mover* mover, int32_t ticket, int64_t* again_ns)
     if slot >= 0 and code == 0:
         store_release(&cuda.fresh[slot], 0)
     return cuda_error(code)
-
-
-cdef class _Link:
-    cdef Link link
-    cdef int users              # engines; an asynchronous link keeps what is under way, so it serves one at a time
-    cdef object kept            # the link inside, or whatever else its addresses belong to
-
-    def __cinit__(self, *args, **kwargs):
-        self.link.enter = no_enter
-        self.link.begin = no_begin
-        self.link.abandon = no_abandon
-        self.link.depth = 1
-        self.link.file_chunk = INT64_MAX
-
-    cdef void wraps(self, _Link inner):
-        self.kept = inner
-        self.link.asynchronous = inner.link.asynchronous
-        self.link.direct = inner.link.direct
-        self.link.depth = inner.link.depth
-        self.link.file_chunk = inner.link.file_chunk
-        self.link.hangs = inner.link.hangs
-
-    @property
-    def in_use(self):
-        return self.users > 0
-
-    @property
-    def asynchronous(self):
-        return self.link.asynchronous
-
-    def __reduce__(self):
-        refuse_copy(self)
-
-
-cdef class HostLink(_Link):
-    """Copies host memory to host memory."""
-
-    def __init__(self):
-        self.link.copy = host_copy
-        self.link.file_chunk = 0
-
-
-cdef class FileLink(_Link):
-    """Reads files with ``pread``; copies segments that lie in host memory too.
-
-    Parameters
-    ----------
-    direct
-        Read past the page cache (``O_DIRECT``), whatever the alignment of a segment. Where the file system refuses,
-        reads go through the cache, the pages are given back after each and ``buffered_reads`` counts them.
-        ``False``: read through the page cache and leave the pages there.
-    """
-
-    def __init__(self, direct=True):
-        self.link.copy = file_copy
-        self.link.direct = direct
 
 
 cdef class CudaLink(_Link):
@@ -466,16 +215,16 @@ cdef class CudaLink(_Link):
     locked : uint64[n, 2]
         Ascending [start, stop) of page-locked host memory, one registration each. No single copy runs across a border.
     staging, staging_nbytes
-        Page-locked room (address aligned to 4096) that file reads and pageable memory go through; needed for files only.
+        Page-locked memory (address aligned to 4096) that file reads and pageable memory go through; needed for files only.
     direct
         Read files past the page cache.
     owner
         Any object to keep alive as long as the link.
     """
-    cdef Cuda cuda
-    cdef uint64_t[::1] read_stream
-    cdef int32_t[::1] fresh
-    cdef pthread_mutex_t marking        # two leases on one expert may end at once
+    cdef Cuda cuda                      # what the link's functions work on
+    cdef uint64_t[::1] read_stream      # the memory of `cuda.read_stream`
+    cdef int32_t[::1] fresh             # the memory of `cuda.fresh`
+    cdef pthread_mutex_t marking        # held while readers are recorded: two leases on one expert may end at once
 
     def __cinit__(self, *args, **kwargs):
         pthread_mutex_init(&self.marking, NULL)
@@ -494,7 +243,7 @@ cdef class CudaLink(_Link):
         if slots < 1 or copy_event.shape[0] != slots:
             raise ValueError(f"need two events a slot, got {slots} and {copy_event.shape[0]}")
         if staging % 4096:
-            raise ValueError("the staging room must begin at a multiple of 4096")
+            raise ValueError("the staging buffer must begin at a multiple of 4096")
         if locked is not None and locked.shape[0] and locked.shape[1] != 2:
             raise ValueError("locked memory is [start, stop) in two columns")
         self.kept = (events, read_event, copy_event, locked, owner)
@@ -521,7 +270,7 @@ cdef class CudaLink(_Link):
             self.cuda.locked = &locked[0, 0]
         self.cuda.staging = <unsigned char*> staging
         self.cuda.staging_part = staging_nbytes // events.shape[0] // 4096 * 4096
-        self.link.state = &self.cuda
+        self.link.context = &self.cuda
         self.link.enter = cuda_enter
         self.link.begin = cuda_begin
         self.link.copy = cuda_copy
@@ -613,5 +362,5 @@ cdef class CudaLink(_Link):
 
     @property
     def reads_files(self):
-        """Whether there is staging room for experts that lie in files."""
+        """Whether there is staging buffer for experts that lie in files."""
         return self.link.file_chunk > 0

@@ -1,5 +1,5 @@
 # The files sources are read from: descriptors, of which there are few, and whether a file is still what it was.
-# Included by _engine.pyx, before _links.pxi.
+
 
 cdef enum:
     MOST_DESCRIPTORS = 64       # of one engine; a checkpoint may have hundreds of shards
@@ -61,18 +61,18 @@ cdef int open_descriptor(Files* files, File* file, int* descriptor, int flags) n
     return error
 
 
-cdef int checked(File* file, int descriptor, int error) noexcept nogil:
+cdef int check_after_read(File* file, int descriptor, int error) noexcept nogil:
     """How a read over this descriptor has ended: whatever it met, that the file has changed says more."""
-    cdef int found = check_stamp(file, descriptor)
-    return found if found else error
+    cdef int changed_error = check_stamp(file, descriptor)
+    return changed_error if changed_error else error
 
 
-cdef int have_buffered(Files* files, File* file) noexcept nogil:
+cdef int ensure_buffered(Files* files, File* file) noexcept nogil:
     """Have a descriptor through the page cache too. With the lock held."""
     return 0 if file.buffered >= 0 else open_descriptor(files, file, &file.buffered, 0)
 
 
-cdef int have_direct(Files* files, File* file) noexcept nogil:
+cdef int ensure_direct(Files* files, File* file) noexcept nogil:
     """Have a descriptor past the page cache; where the file system refuses, one through it. With the lock held."""
     cdef int error
     if file.direct >= 0:
@@ -81,7 +81,7 @@ cdef int have_direct(Files* files, File* file) noexcept nogil:
     if error in (FILE_CHANGED, EMFILE, ENFILE):
         return error
     if error:
-        error = have_buffered(files, file)      # a file that cannot be opened at all says why here
+        error = ensure_buffered(files, file)      # a file that cannot be opened at all says why here
         if error == 0:
             store_release(&file.refused, 1)
         return error
@@ -92,51 +92,51 @@ cdef int have_direct(Files* files, File* file) noexcept nogil:
     return 0
 
 
-cdef int hold_file(Files* files, File* file, bint direct) noexcept nogil:
-    """Keep a file open until `leave_file`: for `direct` reads if they are not refused, through the page cache if they are."""
+cdef int acquire_file(Files* files, File* file, bint direct) noexcept nogil:
+    """Keep a file open until `release_file`: for `direct` reads if they are not refused, through the page cache if they are."""
     cdef int error = 0
     pthread_mutex_lock(&files.lock)
     files.uses += 1
     file.used = files.uses
     file.users += 1             # before opening, or the file itself could be the one to close
     if direct and load_acquire(&file.refused) == 0:
-        error = have_direct(files, file)
+        error = ensure_direct(files, file)
     if error == 0 and (not direct or load_acquire(&file.refused)):
-        error = have_buffered(files, file)
+        error = ensure_buffered(files, file)
     if error:
         file.users -= 1
     pthread_mutex_unlock(&files.lock)
     return error
 
 
-cdef int hold_buffered(Files* files, File* file) noexcept nogil:
+cdef int acquire_buffered(Files* files, File* file) noexcept nogil:
     """Of a file that is kept open, have the descriptor through the page cache too."""
     cdef int error
     pthread_mutex_lock(&files.lock)
-    error = have_buffered(files, file)
+    error = ensure_buffered(files, file)
     pthread_mutex_unlock(&files.lock)
     return error
 
 
-cdef void leave_file(Files* files, File* file) noexcept nogil:
+cdef void release_file(Files* files, File* file) noexcept nogil:
     pthread_mutex_lock(&files.lock)
     file.users -= 1
     pthread_mutex_unlock(&files.lock)
 
 
-cdef void open_files(_Keeper keeper, stamps) except *:
+cdef void open_files(_Handle handle, stamps) except *:
     """Name the files and open each once, so that one that is missing or has changed is known before anything is copied."""
-    cdef Files* files = &keeper.room.files
+    cdef Files* files = &handle.state.files
     cdef File* file
     cdef bytes path
     cdef int error
-    if stamps and len(stamps) != len(keeper.paths):
-        raise ValueError(f"{len(stamps)} stamps for {len(keeper.paths)} files")
-    keeper.encoded = list(map(os.fsencode, keeper.paths))
-    files.file = <File*> room_for(len(keeper.paths), sizeof(File))
-    for i in range(len(keeper.paths)):
+    if stamps and len(stamps) != len(handle.paths):
+        raise ValueError(f"{len(stamps)} stamps for {len(handle.paths)} files")
+    handle.encoded = list(map(os.fsencode, handle.paths))
+    files.file = <File*> allocate(len(handle.paths), sizeof(File))
+    for i in range(len(handle.paths)):
         file = &files.file[i]
-        path = keeper.encoded[i]
+        path = handle.encoded[i]
         file.path = path
         file.direct = file.buffered = -1
         if stamps:
@@ -144,21 +144,21 @@ cdef void open_files(_Keeper keeper, stamps) except *:
             file.stamped = True
         files.count += 1
         with nogil:
-            error = hold_file(files, file, keeper.room.link.direct)
+            error = acquire_file(files, file, handle.state.link.direct)
             if error == 0:
-                leave_file(files, file)
+                release_file(files, file)
         if error:
-            raise file_error(keeper, i, error, -1)
+            raise file_error(handle, i, error, -1)
     refused = sum(files.file[i].refused for i in range(files.count))
-    if keeper.room.link.direct and refused:
+    if handle.state.link.direct and refused:
         logger.warning("the file system of %s refuses reads past the page cache (%d of %d files): experts are read through "
-                       "it, with one more copy of each", keeper.paths[0], refused, files.count)
+                       "it, with one more copy of each", handle.paths[0], refused, files.count)
 
 
-cdef object file_error(_Keeper keeper, Py_ssize_t number, int fault, int64_t offset):
+cdef object file_error(_Handle handle, Py_ssize_t number, int fault, int64_t offset):
     """What went wrong with a file, as an exception."""
-    cdef File* file = &keeper.room.files.file[number]
-    path = keeper.paths[number]
+    cdef File* file = &handle.state.files.file[number]
+    path = handle.paths[number]
     if fault == FILE_CHANGED:
         stamp = Stamp(file.inode, file.nbytes, file.modified_ns)
         try:
@@ -168,7 +168,7 @@ cdef object file_error(_Keeper keeper, Py_ssize_t number, int fault, int64_t off
         return changed(path, stamp, now)
     if fault == END_OF_FILE:
         return OSError(EIO, f"the file has {file.nbytes} bytes, and those from {offset} on were expected too", path)
-    said = os.strerror(fault) + (f" at byte {offset}" if offset >= 0 else "")
+    reason = os.strerror(fault) + (f" at byte {offset}" if offset >= 0 else "")
     if fault in (EMFILE, ENFILE):
-        said = f"{os.strerror(fault)}: the process has no descriptor left for it; close files, or raise the limit (ulimit -n)"
-    return TransferError(fault, said, path)
+        reason = f"{os.strerror(fault)}: the process has no descriptor left for it; close files, or raise the limit (ulimit -n)"
+    return TransferError(fault, reason, path)
