@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from moecache import History
+from moecache import CacheOptions, History
 from moecache._engine import FileLink, ThrottledLink
 from moecache.lab import FitResult, fit, read_trace
 
@@ -57,7 +57,9 @@ def decode(
     """Answer the prompts by one rule; facts of the answers' steps, and the answers."""
     link = ThrottledLink(FileLink(), rate, LATENCY_S)
     known = History.load(history)
-    model = TinyMoE(TINY, **{"capacity": capacity, "link": link, "history": known, "top_k": 4} | RULES[rule])
+    model = TinyMoE(
+        TINY, **{"capacity": capacity, "options": CacheOptions(link=link), "history": known, "top_k": 4} | RULES[rule]
+    )
     seconds, steps, written, waited = 0.0, 0, [], 0.0
     bytes_moved = hits = demands = 0
     if rule == "all resident":

@@ -11,6 +11,7 @@ from .cache import ExpertCache
 from .forecaster import Forecaster
 from .history import Fingerprint, History
 from .lease import Lease
+from .options import CacheOptions
 from .request import Request
 from .stats import RequestStats, Stats
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .hf import load as load
 
 __all__ = [
+    "CacheOptions",
     "ExpertBank",
     "ExpertCache",
     "Fingerprint",

@@ -19,9 +19,10 @@ from ._engine import Engine
 from .bank import ExpertBank
 from .capacity import nbytes_of, slots_for
 from .cuda import CudaCopies, numbered
-from .errors import ClosedError, LeaseError, PolicyError, RoutingError, TransferError, refuse_copy
+from .errors import ClosedError, LeaseError, RoutingError, TransferError, refuse_copy
 from .history import Fingerprint, History
 from .memory import untouched_nbytes
+from .options import CacheOptions
 from .persistence import CacheFiles
 from .policy import Score, resolve
 from .pool import Pool
@@ -53,37 +54,22 @@ class ExpertCache:
     policy : str or Score
         A name of :data:`moecache.policy.NAMES`, or a score of your own.
     history : History, path or None
-        Earlier requests of this model. A path is read if it exists; it is written after requests (`autosave`), by ``close()``, when
-        the cache is collected, when the interpreter ends, and before SIGTERM or SIGHUP end it. Several caches and processes may
-        share one: each adds what it has gained. An object is read and learns, and is not written.
-    history_capacity : int
-        Requests kept in a history made here.
+        Earlier requests of this model. A path is read if it exists; it is written after requests (`autosave` of the
+        options), by ``close()``, when the cache is collected, when the interpreter ends, and before SIGTERM or SIGHUP end it.
+        Several caches and processes may share one: each adds what it has gained. An object is read and learns, and is not
+        written.
     prefetch : bool
         Fetch experts of coming layers ahead where that promises to pay.
-    prefetch_waste : float
-        Bytes that wrong prefetches may move at most, as a share of those that steps needed moved.
     learn : bool or path
         Record what is routed into a folder, and fit the history's forecaster anew in a process of low priority whenever the
         log has doubled; requests begun after a fit use its weights. True: a folder beside the history's file, with the
         ending ``.learn``. The log is bounded (:data:`moecache.learning.LOG_TOKENS`). Off by default.
-    autosave : float, optional
-        Seconds after which a request that has ended is in the history's file, at the latest; a thread writes it meanwhile. None:
-        not before the end.
-    save_on_signals : bool
-        Whether SIGTERM and SIGHUP, where they have their default effect when the first cache with files is made in the main
-        thread, save histories, recordings and logs first. Handlers that the program has set are never replaced.
     top_k : int, optional
         Experts per token. When known, a capacity below it is refused and the history is checked against it.
-    threads : int, optional
-        I/O threads; by default two for a bank on disk, so that one reads while the other copies out, and one otherwise.
     timeout : float
         Seconds after which a wait for bytes or for a slot is an error.
-    padding_id : int, optional
-        An expert id that means "none", besides -1.
-    link : engine link, optional
-        What the bytes travel over; by default what bank and device need.
-    reserve : int or str
-        Bytes, or such as "2GiB", that ``capacity="auto"`` leaves free for what is still to come.
+    options : CacheOptions, optional
+        What most users never set.
 
     Attributes
     ----------
@@ -109,37 +95,27 @@ class ExpertCache:
         device: torch.device | str = "cpu",
         policy: str | Score = "expected-next-use",
         history: History | str | os.PathLike[str] | None = None,
-        history_capacity: int = 1000,
         prefetch: bool = True,
-        prefetch_waste: float = 0.25,
         learn: bool | str | os.PathLike[str] = False,
-        autosave: float | None = 60.0,
-        save_on_signals: bool = True,
         top_k: int | None = None,
-        threads: int | None = None,
         timeout: float = 60.0,
-        padding_id: int | None = None,
-        link: Any = None,
-        reserve: int | str = 0,
+        options: CacheOptions | None = None,
     ) -> None:
+        options = options or CacheOptions()
         self.bank = bank
         self.device = numbered(device)
         self.num_experts = tuple(bank.num_experts)
         self.top_k = top_k
-        self._reserve = nbytes_of(reserve)
+        self._reserve = nbytes_of(options.reserve or 0)
         self.timeout = timeout
-        self._padding_id = -1 if padding_id is None else padding_id
+        self._padding_id = -1 if options.padding_id is None else options.padding_id
         if 0 <= self._padding_id < max(self.num_experts):
             raise RoutingError(
-                f"padding_id {padding_id} is an expert of some layer: expected a number that no router gives"
+                f"padding_id {self._padding_id} is an expert of some layer: expected a number that no router gives"
             )
         self._policy = resolve(policy)
-        if not prefetch_waste >= 0:
-            raise PolicyError(f"prefetch_waste {prefetch_waste} is no share: expected a number from 0 on, such as 0.25")
         slots = self._slots_for(capacity)
-        self._files = CacheFiles(
-            history, Fingerprint.of(bank, top_k), history_capacity, learn, self._policy.name, autosave, save_on_signals
-        )
+        self._files = CacheFiles(history, Fingerprint.of(bank, top_k), learn, self._policy.name, options)
         self.history, self._learner = self._files.history, self._files.learner
         self.closed = False
         self._resizing = threading.Lock()
@@ -152,10 +128,8 @@ class ExpertCache:
             device=self.device,
             policy=self._policy,
             prefetch=prefetch,
-            prefetch_waste=prefetch_waste,
             top_k=top_k,
-            threads=threads or (2 if bank.location == "disk" else 1),
-            link=link,
+            options=options,
         )
         try:
             self._runtime = Runtime(setup, Pool(bank.kinds, slots, self.device))

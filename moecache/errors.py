@@ -20,6 +20,7 @@ __all__ = [
     "LearnError",
     "LeaseError",
     "MoeCacheError",
+    "OptionError",
     "PolicyError",
     "RoutingError",
     "TraceFormatError",
@@ -34,6 +35,10 @@ class MoeCacheError(Exception):
 
 class CapacityError(MoeCacheError, ValueError):
     """A cache size that cannot work, or a step that no slot can serve."""
+
+
+class OptionError(MoeCacheError, ValueError):
+    """An option of a cache that cannot be: a negative share or time, no requests to keep, too many threads."""
 
 
 class RoutingError(MoeCacheError, ValueError, IndexError):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ._core import RequestState
     from .cache import ExpertCache
     from .lab.record import Recorder
+    from .options import CacheOptions
 
 __all__ = ["CacheFiles", "HistoryFile"]
 
@@ -189,15 +190,11 @@ class CacheFiles:
     history : History, path or None
     fingerprint : Fingerprint
         Of the cache's model.
-    capacity : int
-        Requests kept in a history made here.
     learn : bool or path
     policy : str
         The cache's, for `learn`.
-    autosave : float or None
-        Seconds after which a request that has ended is in the history's file, at the latest; None for not before the end.
-    save_on_signals : bool
-        Whether SIGTERM and SIGHUP, where they would just end the process, save first.
+    options : CacheOptions
+        The history's capacity, and when files are saved.
 
     Attributes
     ----------
@@ -214,30 +211,24 @@ class CacheFiles:
         self,
         history: History | str | os.PathLike[str] | None,
         fingerprint: Fingerprint,
-        capacity: int,
-        learn: bool | str | os.PathLike[str] = False,
-        policy: str = "expected-next-use",
-        autosave: float | None = 60.0,
-        save_on_signals: bool = True,
+        learn: bool | str | os.PathLike[str],
+        policy: str,
+        options: CacheOptions,
     ) -> None:
-        if autosave is not None and not autosave >= 0:
-            raise HistoryFormatError(
-                f"autosave is {autosave!r}: expected seconds from 0 on, or None to save at the end only"
-            )
         self._file: HistoryFile | None = None
         beside: Path | None = None
         if history is None:
-            self.history = History(fingerprint, capacity)
+            self.history = History(fingerprint, options.history_capacity)
         elif isinstance(history, History):
             history._check(fingerprint, "this history", expected=fingerprint)
             self.history = history
         else:
-            self._file = HistoryFile(history, fingerprint, capacity)
+            self._file = HistoryFile(history, fingerprint, options.history_capacity)
             self.history, beside = self._file.history, Path(os.path.abspath(history))
         self.learner = open_learner(learn, self.history, beside, policy)
         self.recorder: Recorder | None = None
-        self._pause = None if autosave is None else min(float(autosave), threading.TIMEOUT_MAX)
-        self._on_signals = save_on_signals
+        self._pause = None if options.autosave is None else min(float(options.autosave), threading.TIMEOUT_MAX)
+        self._on_signals = options.save_on_signals
         self._apart = Apart()
         self._open: dict[int, RequestState] = {}
         self._over = self._owes = False

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ._engine import Sources
     from .bank import ExpertBank
     from .history import History
+    from .options import CacheOptions
     from .policy import Resolved
 
 __all__ = ["Runtime", "Setup"]
@@ -40,10 +41,8 @@ class Setup:
     device: torch.device
     policy: Resolved
     prefetch: bool
-    prefetch_waste: float
     top_k: int | None
-    threads: int
-    link: Any  # None: what bank and device need
+    options: CacheOptions
 
 
 class Runtime:
@@ -91,8 +90,8 @@ class Runtime:
                 addresses,
                 strides,
                 complete,
-                link=setup.link if self.copies is None else self.copies.link,
-                threads=setup.threads,
+                link=setup.options.link if self.copies is None else self.copies.link,
+                threads=setup.options.threads or (2 if bank.location == "disk" else 1),
                 window_bytes=_WINDOW_BYTES,
                 owner=(bank, pool),
                 replaces=None if replaces is None else replaces.engine,
@@ -111,14 +110,14 @@ class Runtime:
                 setup.policy.address,
                 setup.prefetch,
                 setup.top_k or 0,
-                setup.prefetch_waste,
+                setup.options.prefetch_waste,
             )
         except BaseException:
             self._shut()
             raise
 
     def _copies_for(self, sources: Sources) -> CudaCopies | None:
-        if self.setup.link is not None or self.setup.device.type != "cuda":
+        if self.setup.options.link is not None or self.setup.device.type != "cuda":
             return None
         return copies_for(sources, self.setup.device, sum(self.pool.slots), self.setup.bank)
 

@@ -22,13 +22,14 @@ from hypothesis import strategies as st
 from reference_core import SETTINGS
 
 import moecache
-from moecache import ExpertBank, ExpertCache, History, Request, pool
+from moecache import CacheOptions, ExpertBank, ExpertCache, History, Request, pool
 from moecache._engine import FaultyLink, HostLink, ThrottledLink
 from moecache.errors import (
     CapacityError,
     ClosedError,
     HistoryFormatError,
     LeaseError,
+    OptionError,
     PolicyError,
     RoutingError,
     TransferError,
@@ -132,7 +133,7 @@ def test_tokens_and_positions_are_those_of_the_one_hot_mask(bank: ExpertBank) ->
 
 def test_resident_experts_come_first(bank: ExpertBank) -> None:
     link = FaultyLink(HostLink(), delay_s=0.05)
-    with ExpertCache(bank, 8, link=link) as cache, cache.request() as request:
+    with ExpertCache(bank, 8, options=CacheOptions(link=link)) as cache, cache.request() as request:
         run(request, 0, [[5, 2]])
         assert run(request, 0, [[0, 5, 1, 2]])[:2] == [2, 5]
 
@@ -235,14 +236,14 @@ def test_padding_duplicates_and_empty_batches_just_work(bank: ExpertBank) -> Non
 
 @pytest.mark.failure("38")
 def test_the_padding_id_is_padding_when_configured(bank: ExpertBank) -> None:
-    with ExpertCache(bank, 3, padding_id=8) as cache, cache.request() as request:
+    with ExpertCache(bank, 3, options=CacheOptions(padding_id=8)) as cache, cache.request() as request:
         assert run(request, 0, [[8, 0], [-1, 8]]) == [0]
 
 
 @pytest.mark.parametrize("padding_id", [0, 3, 7])
 def test_a_padding_id_that_is_an_expert_is_refused(bank: ExpertBank, padding_id: int) -> None:
     with pytest.raises(RoutingError, match=f"padding_id {padding_id} is an expert"):
-        ExpertCache(bank, 3, padding_id=padding_id)
+        ExpertCache(bank, 3, options=CacheOptions(padding_id=padding_id))
 
 
 def test_good_gate_weights_and_uncounted_rows_pass(bank: ExpertBank) -> None:
@@ -587,7 +588,7 @@ next(items)
 @pytest.mark.failure("30")
 def test_a_failed_copy_reaches_the_caller_and_the_next_call_works(bank: ExpertBank) -> None:
     link = FaultyLink(HostLink(), fail_at=1, fails=1, error=errno.EIO)
-    with ExpertCache(bank, 2, link=link) as cache, cache.request() as request:
+    with ExpertCache(bank, 2, options=CacheOptions(link=link)) as cache, cache.request() as request:
         with pytest.raises(TransferError) as caught:
             run(request, 0, [[3]])
         cause = caught.value.__cause__
@@ -605,7 +606,7 @@ def test_a_failed_copy_reaches_the_caller_and_the_next_call_works(bank: ExpertBa
 def test_failures_at_any_chunk_lose_no_slot(bank: ExpertBank) -> None:
     for fail_at in range(1, 12):
         link = FaultyLink(HostLink(), fail_at=fail_at, fails=2)
-        with ExpertCache(bank, 3, link=link) as cache, cache.request() as request:
+        with ExpertCache(bank, 3, options=CacheOptions(link=link)) as cache, cache.request() as request:
             failed = 0
             for n in range(16):
                 ids = [[(n * 3) % 8, n % 8], [7 - n % 8, 0]]
@@ -624,7 +625,7 @@ def test_failures_at_any_chunk_lose_no_slot(bank: ExpertBank) -> None:
 @pytest.mark.failure("30")
 def test_an_io_thread_that_ended_is_an_error(bank: ExpertBank) -> None:
     link = FaultyLink(HostLink(), end_thread_at=1)
-    with ExpertCache(bank, 2, link=link, timeout=60) as cache, cache.request() as request:
+    with ExpertCache(bank, 2, options=CacheOptions(link=link), timeout=60) as cache, cache.request() as request:
         with pytest.raises(TransferError), request.route(0, torch.tensor([[0]])) as lease:  # noqa: PT012
             for _ in range(10_000):  # until the thread has taken the job, and is gone
                 if link.chunks:
@@ -641,7 +642,7 @@ def test_an_io_thread_that_ended_is_an_error(bank: ExpertBank) -> None:
 def test_a_prefetch_that_is_still_on_its_way_is_joined_once() -> None:
     with make_bank((8, 8, 8), sizes=[64] * 3) as bank:
         link = ThrottledLink(HostLink(), 1e9, 2e-3)
-        with ExpertCache(bank, 6, link=link, top_k=1, policy="lru") as cache:
+        with ExpertCache(bank, 6, options=CacheOptions(link=link), top_k=1, policy="lru") as cache:
             for _ in range(4):
                 with cache.request() as request:
                     for token in range(40):
@@ -699,9 +700,13 @@ def test_a_bad_hint_changes_nothing(layer: int, chances: Any, message: str) -> N
             request.hint(0, np.zeros(8))
 
 
-def test_waste_is_no_negative_share() -> None:
-    with make_bank((8, 8, 8)) as bank, pytest.raises(PolicyError, match="prefetch_waste"):
-        ExpertCache(bank, 6, prefetch_waste=-0.5)
+@pytest.mark.parametrize(
+    "option",
+    [{"prefetch_waste": -0.5}, {"prefetch_waste": math.nan}, {"history_capacity": 0}, {"threads": 0}, {"threads": 65}],
+)
+def test_options_that_cannot_be_are_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=next(iter(option))):
+        CacheOptions(**option)
 
 
 # Threads
@@ -840,7 +845,10 @@ def test_resizing_is_refused_while_a_lease_is_open(bank: ExpertBank) -> None:
 
 
 def test_resizing_with_a_link_of_ones_own(bank: ExpertBank) -> None:
-    with ExpertCache(bank, 4, link=ThrottledLink(HostLink(), 1e9)) as cache, cache.request() as request:
+    with (
+        ExpertCache(bank, 4, options=CacheOptions(link=ThrottledLink(HostLink(), 1e9))) as cache,
+        cache.request() as request,
+    ):
         run(request, 0, [[0, 1]])
         cache.resize(6)
         run(request, 0, [[0, 1], [2, 3]])
@@ -1050,7 +1058,7 @@ def test_a_history_that_cannot_be_written_anywhere_is_refused_at_the_start(bank:
 
 @pytest.mark.failure("50")
 def test_many_requests_do_not_grow_the_cache(bank: ExpertBank) -> None:
-    with ExpertCache(bank, 4, history_capacity=3) as cache:
+    with ExpertCache(bank, 4, options=CacheOptions(history_capacity=3)) as cache:
         for n in range(60):
             with cache.request() as request:
                 run(request, n % 2, [[n % 8]])

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from moecache import ExpertBank, ExpertCache
+from moecache import CacheOptions, ExpertBank, ExpertCache
 from moecache._engine import FileLink
 from moecache.checkpoint import CheckpointIndex
 from moecache.errors import CheckpointError, TransferError
@@ -388,7 +388,10 @@ def test_hundreds_of_shards_need_few_descriptors(tmp_path: Path, direct: bool) -
     write_shards(tmp_path, count)
     bank = ExpertBank.from_safetensors(tmp_path, LAYOUT)
     before = len(os.listdir("/proc/self/fd"))
-    with ExpertCache(bank, 40, prefetch=False, link=FileLink(direct=direct)) as cache, cache.request() as request:
+    with (
+        ExpertCache(bank, 40, prefetch=False, options=CacheOptions(link=FileLink(direct=direct))) as cache,
+        cache.request() as request,
+    ):
         for step in range(2 * count):
             layer = step * 7 % count
             with request.route(layer, torch.tensor([[step % 4, (step + 1) % 4]])) as lease:

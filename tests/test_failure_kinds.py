@@ -18,7 +18,7 @@ from test_cache import check, make_bank, run
 from test_threads import filled_store
 
 import moecache
-from moecache import ExpertBank, ExpertCache
+from moecache import CacheOptions, ExpertBank, ExpertCache
 from moecache._core import Core
 from moecache._engine import HostLink, ThrottledLink
 
@@ -40,7 +40,11 @@ def test_slots_that_do_not_divide_the_layers_go_to_the_right_one(layers: int, sl
 def test_a_long_prompt_in_pieces_through_two_slots_is_never_stale() -> None:
     ids = torch.from_numpy(np.argsort(np.random.default_rng(0).random((2000, 8)))[:, :2].copy())
     link = ThrottledLink(HostLink(), 1e9, latency_s=5e-6, jitter_s=20e-6)
-    with make_bank((8, 8)) as bank, ExpertCache(bank, 2, link=link) as cache, cache.request() as request:
+    with (
+        make_bank((8, 8)) as bank,
+        ExpertCache(bank, 2, options=CacheOptions(link=link)) as cache,
+        cache.request() as request,
+    ):
         for piece in ids.split(64):
             for layer in (0, 1):
                 assert sorted(run(request, layer, piece)) == sorted(set(piece.flatten().tolist()))
@@ -54,7 +58,7 @@ def test_the_tensors_of_a_bank_live_as_long_as_it_copies_from_them() -> None:
         )
 
     link = ThrottledLink(HostLink(), 2e9)
-    with make() as bank, ExpertCache(bank, 2, link=link) as cache, cache.request() as request:
+    with make() as bank, ExpertCache(bank, 2, options=CacheOptions(link=link)) as cache, cache.request() as request:
         for n in range(12):
             gc.collect()
             others = [torch.full((50_000,), -1.0) for _ in range(6)]

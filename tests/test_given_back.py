@@ -17,7 +17,7 @@ import pytest
 import torch
 from test_cache import make_bank, run
 
-from moecache import ExpertBank, ExpertCache
+from moecache import CacheOptions, ExpertBank, ExpertCache
 from moecache._engine import FaultyLink, HostLink
 from moecache.errors import ClosedError, LeaseError, RoutingError, TransferError
 
@@ -191,7 +191,7 @@ def test_a_signal_handler_may_close_the_cache_at_any_moment(bank: ExpertBank) ->
 @pytest.mark.failure("G28")
 def test_a_timeout_is_kept_while_a_copy_stands_still(bank: ExpertBank) -> None:
     link = FaultyLink(HostLink(), stall_at=1)
-    with ExpertCache(bank, 4, link=link, timeout=0.3) as cache, cache.request() as request:
+    with ExpertCache(bank, 4, options=CacheOptions(link=link), timeout=0.3) as cache, cache.request() as request:
         began = time.monotonic()
         with pytest.raises(TransferError, match=r"not complete after 0\.3 s: layer 0, expert 1"):
             run(request, 0, [[1]])
@@ -204,7 +204,7 @@ def test_a_timeout_is_kept_while_a_copy_stands_still(bank: ExpertBank) -> None:
 def test_errors_name_layer_and_expert_and_stay_short() -> None:
     with make_bank((300,)) as bank:
         link = FaultyLink(HostLink(), fail_at=1)
-        with ExpertCache(bank, 250, link=link) as cache, cache.request() as request:
+        with ExpertCache(bank, 250, options=CacheOptions(link=link)) as cache, cache.request() as request:
             with pytest.raises(TransferError, match=r"the copy of layer 0, expert 7 of layers\.0 .* failed") as failed:
                 run(request, 0, [[7]])
             assert failed.value.__cause__ is not None

@@ -326,6 +326,14 @@ def test_load_in_one_call(mixtral: Path) -> None:
     )
 
 
+def test_rare_options_reach_the_cache_and_leave_the_models_padding_id(mixtral: Path) -> None:
+    options = moecache.CacheOptions(history_capacity=3, reserve=0)
+    with moecache.attach(load_empty(mixtral), 4, options=options) as cache:
+        assert cache.history.capacity == 3
+    with pytest.raises(AttachError, match=r"expected options=moecache.CacheOptions\(threads=...\)"):
+        moecache.load(mixtral, capacity=4, threads=2)
+
+
 @pytest.mark.failure("110")
 def test_compiled_block_gives_the_same_output(mixtral: Path) -> None:
     model, eager = load_empty(mixtral), load_eager(mixtral)

@@ -21,7 +21,7 @@ import torch
 from test_cache import make_bank
 from test_lab_fit import RAGGED, SMALL, follows
 
-from moecache import ExpertBank, ExpertCache, History, Request, learning
+from moecache import CacheOptions, ExpertBank, ExpertCache, History, Request, learning
 from moecache.errors import HistoryFormatError, LearnError, TraceFormatError
 from moecache.lab import Trace, read_trace
 
@@ -438,7 +438,7 @@ def test_what_cannot_begin_says_why(tmp_path: Path) -> None:
         make_cache(tmp_path / "a")
     # A cache that cannot be made lets go of the folder.
     with pytest.raises(TypeError, match="_Link"):
-        make_cache(tmp_path / "a", link=object())
+        make_cache(tmp_path / "a", options=CacheOptions(link=object()))
     make_cache(tmp_path / "a").close()
     (tmp_path / "file").write_text("")
     with pytest.raises(LearnError, match="cannot keep its log"):

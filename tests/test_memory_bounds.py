@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from moecache import ExpertBank, ExpertCache, capacity, memory
+from moecache import CacheOptions, ExpertBank, ExpertCache, capacity, memory
 from moecache.bank import ParamSpec
 from moecache.capacity import nbytes_of, room_for, slots_for
 from moecache.errors import CapacityError
@@ -230,7 +230,7 @@ def test_auto_again_keeps_the_size(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     with small_bank() as bank, caplog.at_level(logging.INFO, "moecache"):
         nbytes = 16 * 4096
         with_bounds(monkeypatch, Bound("the machine", 16 * nbytes, 14 * nbytes + nbytes // 2))
-        with ExpertCache(bank, "auto", reserve=0) as cache:
+        with ExpertCache(bank, "auto", options=CacheOptions(reserve=0)) as cache:
             assert cache.capacity == 8
             assert "capacity 'auto' is 8 of 16 experts. the machine limits memory" in caplog.text
             with_bounds(monkeypatch, Bound("the machine", 16 * nbytes, 15 * nbytes))

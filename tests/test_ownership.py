@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moecache import ExpertBank, ExpertCache
+from moecache import CacheOptions, ExpertBank, ExpertCache
 from moecache._engine import Engine, FaultyLink, FileLink, HostLink, Sources, ThrottledLink
 from moecache.errors import CheckpointError, ClosedError, CopyError, RoutingError, TransferError
 
@@ -389,7 +389,7 @@ def test_a_layer_that_is_none_is_refused(layer: Any) -> None:
 def test_a_file_rewritten_in_place_is_an_error_before_its_bytes_are_used(tmp_path: Path, disk_link: FileLink) -> None:
     files = checkpoint(tmp_path, shards=3)
     bank = ExpertBank.from_safetensors(tmp_path, LAYOUT)
-    with ExpertCache(bank, 3, prefetch=False, link=disk_link) as cache:
+    with ExpertCache(bank, 3, prefetch=False, options=CacheOptions(link=disk_link)) as cache:
         all_right(cache)
         rewrite(files[1], 1000)
         for expert in range(EXPERTS):
@@ -424,7 +424,7 @@ def test_a_file_rewritten_while_steps_read_it_is_never_used(tmp_path: Path, disk
     writer = threading.Thread(target=write)
     writer.start()
     failed = 0
-    with ExpertCache(bank, 3, prefetch=True, link=disk_link) as cache:
+    with ExpertCache(bank, 3, prefetch=True, options=CacheOptions(link=disk_link)) as cache:
         steps = 0
         while steps < 200 or not ended.is_set():
             layer, expert = steps % LAYERS, steps * 5 % EXPERTS
@@ -441,7 +441,7 @@ def test_a_file_cut_short_says_what_is_there_and_what_was_expected(tmp_path: Pat
     (file,) = checkpoint(tmp_path)
     bank = ExpertBank.from_safetensors(tmp_path, LAYOUT)
     size = file.stat().st_size
-    with ExpertCache(bank, 3, prefetch=False, link=disk_link) as cache:
+    with ExpertCache(bank, 3, prefetch=False, options=CacheOptions(link=disk_link)) as cache:
         os.truncate(file, 3000)
         with pytest.raises(TransferError, match=rf"it had {size} bytes, and has 3000"):
             route(cache, 2, 7)
@@ -457,7 +457,7 @@ def test_a_shard_replaced_by_another_is_never_mixed_with_it(tmp_path: Path, disk
     (tmp_path / "new").mkdir()
     new = checkpoint(tmp_path / "new", shards=3, offset=1000)
     bank = ExpertBank.from_safetensors(tmp_path, LAYOUT)
-    with ExpertCache(bank, 3, prefetch=False, link=disk_link) as cache:
+    with ExpertCache(bank, 3, prefetch=False, options=CacheOptions(link=disk_link)) as cache:
         all_right(cache)
         for old, replacement in zip(files, new, strict=True):
             os.replace(replacement, old)
@@ -504,7 +504,7 @@ def test_reads_through_the_page_cache_are_counted_and_a_file_system_that_wants_t
     checkpoint(tmp_path)
     bank = ExpertBank.from_safetensors(tmp_path, LAYOUT)
     for link in (FileLink(direct=False), FaultyLink(FileLink(), refuse_direct=True)):
-        with ExpertCache(bank, 4, prefetch=False, link=link) as cache:
+        with ExpertCache(bank, 4, prefetch=False, options=CacheOptions(link=link)) as cache:
             all_right(cache)
             assert cache.stats().direct_reads == 0
             assert cache.stats().buffered_reads == LAYERS * EXPERTS

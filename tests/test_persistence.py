@@ -22,7 +22,7 @@ import torch
 from zygote import EXPERTS, LAYERS, TOP_K, make_cache, routed, serve
 
 from moecache import ExpertCache, History
-from moecache.errors import HistoryFormatError, LearnError, TraceFormatError
+from moecache.errors import HistoryFormatError, LearnError, OptionError, TraceFormatError
 from moecache.files import FileLock
 from moecache.lab import read_trace
 
@@ -220,7 +220,7 @@ def test_autosave_that_fails_is_said_once_and_tried_again(tmp_path: Path, caplog
 
 @pytest.mark.parametrize("autosave", [-1, float("nan")])
 def test_seconds_that_cannot_be(tmp_path: Path, autosave: float) -> None:
-    with pytest.raises(HistoryFormatError, match="autosave is"):
+    with pytest.raises(OptionError, match="autosave is"):
         make_cache(history=tmp_path / "a.history", autosave=autosave)
 
 

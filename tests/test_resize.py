@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from test_cache import check, make_bank, run
 
 import moecache.runtime
-from moecache import ExpertBank, ExpertCache, Request
+from moecache import CacheOptions, ExpertBank, ExpertCache, Request
 from moecache._engine import HostLink, ThrottledLink
 from moecache.errors import CapacityError, ClosedError, LeaseError, MoeCacheError, TransferError
 
@@ -152,8 +152,8 @@ def test_a_lease_that_does_not_end_stops_a_resize_not_the_cache(bank: ExpertBank
 def test_threads_that_route_while_another_resizes(link: bool) -> None:
     # Every expert's bytes are checked at every use; no error may reach an innocent thread.
     with make_bank((12, 12, 12)) as bank:
-        options = {"link": ThrottledLink(HostLink(), 200e6)} if link else {}
-        with ExpertCache(bank, 20, top_k=2, **options) as cache:
+        options = CacheOptions(link=ThrottledLink(HostLink(), 200e6)) if link else CacheOptions()
+        with ExpertCache(bank, 20, top_k=2, options=options) as cache:
             stop, wrong = threading.Event(), []
 
             def route(seed: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from reference_core import HistoryReference, call_match, call_route, run_step
 from test_cache import make_bank
 
-from moecache import ExpertCache, History
+from moecache import CacheOptions, ExpertCache, History
 from moecache._core import Core, HistoryStore, RequestState
 from moecache.errors import RoutingError
 
@@ -157,7 +157,7 @@ def test_bad_ids_leave_nothing_under_way() -> None:
 def test_a_cache_used_by_many_threads() -> None:
     """Through the public face, with a pool that is too small and steps that let others in."""
     bank = make_bank((EXPERTS,) * LAYERS)
-    with ExpertCache(bank, 6, top_k=TOP_K, history_capacity=4) as cache:
+    with ExpertCache(bank, 6, top_k=TOP_K, options=CacheOptions(history_capacity=4)) as cache:
         cache.history.store.release = 2
 
         def decode(seed: int) -> None:
@@ -190,7 +190,7 @@ def test_a_match_is_the_same_with_and_without_the_gil() -> None:
 
 def test_histories_shared_by_two_caches_stay_whole() -> None:
     bank = make_bank((EXPERTS,) * LAYERS)
-    with ExpertCache(bank, 24, top_k=TOP_K, history_capacity=3) as one:
+    with ExpertCache(bank, 24, top_k=TOP_K, options=CacheOptions(history_capacity=3)) as one:
         history: History = one.history
         history.store.release = 2
         with ExpertCache(bank, 24, top_k=TOP_K, history=history) as two:

@@ -13,14 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from moecache import ExpertBank, ExpertCache
+from moecache import CacheOptions, ExpertBank, ExpertCache
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 
 
-def make_cache(**options: Any) -> ExpertCache:
+def make_cache(history: Any = None, learn: Any = False, **options: Any) -> ExpertCache:
+    """A small cache; `options` are those of CacheOptions."""
     bank = ExpertBank.from_tensors([{"w": torch.zeros(EXPERTS, 2, 2)} for _ in range(LAYERS)])
-    return ExpertCache(bank, 12, prefetch=False, top_k=TOP_K, **options)
+    return ExpertCache(
+        bank, 12, prefetch=False, top_k=TOP_K, history=history, learn=learn, options=CacheOptions(**options)
+    )
 
 
 def one_token(request: Any, n: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from dataclasses import fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from ..bank import ExpertBank
 from ..cache import ExpertCache
 from ..checkpoint import CheckpointIndex
 from ..errors import AttachError
+from ..options import CacheOptions
 from .experts import NAME, ExpertsLayer, LayerState, discover
 from .forms import Form
 from .generation import GenerateWatch
@@ -39,7 +41,8 @@ def attach(
     *,
     bank: BankChoice = None,
     context: int | None = None,
-    **options: Any,
+    options: CacheOptions | None = None,
+    **arguments: Any,
 ) -> ExpertCache:
     """Run a model's experts from a cache; ``model.generate()`` is called as before.
 
@@ -61,7 +64,9 @@ def attach(
     context : int, optional
         Tokens, prompt and answer over all sequences at once, whose KV cache and activations ``capacity="auto"`` leaves room
         for; by default 4,096, or fewer where the model knows no more positions.
-    **options
+    options : CacheOptions, optional
+        What most users never set. `padding_id` and `reserve` are the model's where they are None.
+    **arguments
         Passed to :class:`moecache.ExpertCache`.
 
     Returns
@@ -88,11 +93,13 @@ def attach(
         try:
             device, top_k = _device(model), _top_k(layers)
             forms = choose_forms([layer.module for layer in layers], expert_bank, top_k, device)
-            for name, value in {"device": device, "top_k": top_k, "padding_id": _padding_id(layers)}.items():
-                options.setdefault(name, value)
-            if isinstance(capacity, str) and capacity == "auto":
-                options.setdefault("reserve", nbytes_to_come(model, device, context))
-            cache = ExpertCache(expert_bank, capacity, **options)
+            options = options or CacheOptions()
+            if options.padding_id is None:
+                options = replace(options, padding_id=_padding_id(layers))
+            if options.reserve is None and isinstance(capacity, str) and capacity == "auto":
+                options = replace(options, reserve=nbytes_to_come(model, device, context))
+            arguments = {"device": device, "top_k": top_k, **arguments}
+            cache = ExpertCache(expert_bank, capacity, options=options, **arguments)
         except BaseException:
             expert_bank.close()
             raise
@@ -124,7 +131,7 @@ def detach(model: PreTrainedModel) -> None:
 
 
 def load(
-    path: str | PathLike[str], *, capacity: int | float | str = 0.25, bank: BankChoice = None, **options: Any
+    path: str | PathLike[str], *, capacity: int | float | str = 0.25, bank: BankChoice = None, **arguments: Any
 ) -> PreTrainedModel:
     """Load a model with its experts kept out, and attach a cache.
 
@@ -134,26 +141,37 @@ def load(
         A folder or a name on the hub, as for ``from_pretrained``.
     capacity, bank
         See :func:`attach`.
-    **options
-        Options of :class:`moecache.ExpertCache` by name; all others go to ``from_pretrained``.
+    **arguments
+        Those of :class:`moecache.ExpertCache` and :func:`attach` by name; all others go to ``from_pretrained``.
 
     Returns
     -------
     PreTrainedModel
         With the cache as ``model.moecache``.
+
+    Raises
+    ------
+    AttachError
+        An argument belongs into :class:`moecache.CacheOptions`.
+    UnsupportedModelError, CheckpointError
+        See :func:`attach`.
     """
-    cache_names = set(inspect.signature(ExpertCache.__init__).parameters) - {"self", "bank", "capacity"}
-    cache_options = {name: options.pop(name) for name in list(options) if name in cache_names | {"context"}}
-    if not options.keys() & {"variant", "subfolder", "gguf_file"} and any(Path(path).glob("*.safetensors*")):
+    misplaced = arguments.keys() & {field.name for field in fields(CacheOptions)}
+    if misplaced:
+        name = min(misplaced)
+        raise AttachError(f"{name!r} is a rare option: expected options=moecache.CacheOptions({name}=...)")
+    cache_names = set(inspect.signature(ExpertCache.__init__).parameters) - {"self", "bank", "capacity"} | {"context"}
+    cache_arguments = {name: arguments.pop(name) for name in list(arguments) if name in cache_names}
+    if not arguments.keys() & {"variant", "subfolder", "gguf_file"} and any(Path(path).glob("*.safetensors*")):
         CheckpointIndex(path)  # says what is missing or cut short before anything is built
     config_names = ("trust_remote_code", "revision", "token", "cache_dir", "subfolder", "gguf_file")
-    config = options.get("config") or AutoConfig.from_pretrained(
-        path, **{name: options[name] for name in config_names if name in options}
+    config = arguments.get("config") or AutoConfig.from_pretrained(
+        path, **{name: arguments[name] for name in config_names if name in arguments}
     )
     architecture = (config.architectures or [""])[0]
     cls = getattr(transformers, architecture, AutoModelForCausalLM)
-    model = cls.from_pretrained(path, experts_implementation=NAME, **options)
-    attach(model, capacity, bank=bank, **cache_options)
+    model = cls.from_pretrained(path, experts_implementation=NAME, **arguments)
+    attach(model, capacity, bank=bank, **cache_arguments)
     return model
 
 

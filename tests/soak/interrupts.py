@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from patterns import Interrupts, assert_nothing_is_held, patterned_bank, use
 
-from moecache import ExpertCache
+from moecache import CacheOptions, ExpertCache
 from moecache._engine import HostLink, ThrottledLink
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny_moe" / "model"
@@ -49,7 +49,10 @@ def over_the_loop(count: int, capacity: int, slow: bool) -> dict[str, Any]:
     `slow`: over a link on which steps wait, so that interrupts strike there too.
     """
     link = ThrottledLink(HostLink(), 100e6, latency_s=100e-6, jitter_s=200e-6) if slow else None
-    with patterned_bank((12, 12), 500) as bank, ExpertCache(bank, capacity, link=link, timeout=20) as cache:
+    with (
+        patterned_bank((12, 12), 500) as bank,
+        ExpertCache(bank, capacity, options=CacheOptions(link=link), timeout=20) as cache,
+    ):
         dice, checked = random.Random(1), 0
 
         def work() -> None:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from patterns import Interrupts, assert_nothing_is_held, descriptors, join, patterned_bank, resident_mb, threads, use
 
-from moecache import ExpertBank, ExpertCache, policy
+from moecache import CacheOptions, ExpertBank, ExpertCache, policy
 from moecache._engine import FaultyLink, FileLink, HostLink, ThrottledLink
 from moecache.errors import ClosedError, LeaseError, TransferError
 
@@ -117,9 +117,8 @@ class Era:
             self._capacity(),
             policy=self.policy,
             history=folder / "soak.history",
-            history_capacity=8,
             timeout=PATIENCE_S / 2,
-            link=self._link(),
+            options=CacheOptions(history_capacity=8, link=self._link()),
         )
         self.workers = [Worker(self, number) for number in range(workers - 1)]
         self.main = Worker(self, workers)
