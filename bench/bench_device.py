@@ -114,7 +114,7 @@ class Rig:
     ) -> None:
         count, nbytes = source.shape
         self.device, self.count, self.nbytes = device, count, nbytes
-        self.room = torch.zeros((count, nbytes), dtype=torch.uint8, device=device)
+        self.target = torch.zeros((count, nbytes), dtype=torch.uint8, device=device)
         self.generation = 0
         base = source.data_ptr() if path is None else 0
         sources = Sources(
@@ -136,14 +136,14 @@ class Rig:
             self.copies = CudaCopies(device.index, count, lock=locks, files=path is not None)
         self.engine = Engine(
             sources,
-            np.array([self.room.data_ptr()], np.uint64),
+            np.array([self.target.data_ptr()], np.uint64),
             np.array([nbytes]),
             np.zeros(count, np.int32),
             link=None if self.copies is None else self.copies.link,
             threads=2 if path is not None else 1,
             chunk_bytes=chunk_bytes,
             window_bytes=window_bytes,
-            owner=(source, self.room),
+            owner=(source, self.target),
         )
 
     def rows(self, experts: np.ndarray) -> np.ndarray:
@@ -193,7 +193,7 @@ def link(results: Results, device: torch.device, small: bool) -> None:
     def measure(rig: Rig, **row: Any) -> None:
         with rig:
             rate = whole / median_of(rig.everything, device, rounds)
-            ok = torch.equal(rig.room.cpu(), source)
+            ok = torch.equal(rig.target.cpu(), source)
         results.row("rates", **row, GB_per_s=round(rate / 1e9, 2), over_plain=round(rate / plain, 3), exact=ok)
 
     for memory in ("locked", "staged", "driver") if device.type == "cuda" else ("locked",):

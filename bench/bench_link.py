@@ -42,7 +42,7 @@ class World:
     generation: int = 0
 
     def rows(self, experts: NDArray[np.int64], slots: NDArray[np.int64] | None) -> NDArray[np.int32]:
-        """New tenancies of these experts, in slots 0, 1, ... if no others are named."""
+        """New generations with these experts, in slots 0, 1, ... if no others are named."""
         self.generation += 1
         rows = np.empty((len(experts), 3), np.int32)
         rows[:, 0] = experts
@@ -73,11 +73,11 @@ def make(
 ) -> World:
     """``in_place``: experts lie in the file as they lie in the slots, modulo a block."""
     data = np.random.default_rng(0).integers(0, 256, (experts, nbytes), dtype=np.uint8)
-    room = np.zeros((slots, nbytes), np.uint8)
+    target = np.zeros((slots, nbytes), np.uint8)
     base = data.ctypes.data
     if path is not None:
         # Mostly, as behind a safetensors header, no expert begins on a block.
-        base = 4096 + room.ctypes.data % 4096 if in_place else 1000
+        base = 4096 + target.ctypes.data % 4096 if in_place else 1000
         with path.open("wb") as file:
             file.write(b"\0" * base + data.tobytes())
             file.flush()
@@ -92,9 +92,9 @@ def make(
         files=() if path is None else (str(path),),
     )
     complete = np.zeros(slots, np.int32)
-    address = np.array([room.ctypes.data], np.uint64)
-    engine = Engine(sources, address, np.array([nbytes]), complete, owner=(data, room), **options)  # type: ignore[arg-type]
-    return World(engine, data, room, path)
+    address = np.array([target.ctypes.data], np.uint64)
+    engine = Engine(sources, address, np.array([nbytes]), complete, owner=(data, target), **options)  # type: ignore[arg-type]
+    return World(engine, data, target, path)
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -169,7 +169,7 @@ def test_memory_against_one_copy(benchmark: BenchmarkFixture, chunk: int) -> Non
 
 
 def whole(world: World) -> World:
-    """The same bytes into the same room, as one expert in one chunk."""
+    """The same bytes into the same target, as one expert in one chunk."""
     nbytes = world.experts.nbytes
     one, zero = np.array([nbytes]), np.zeros(1, np.int64)
     source = np.array([world.experts.ctypes.data], np.uint64)
@@ -292,9 +292,9 @@ def test_one_expert_on_demand(benchmark: BenchmarkFixture, tmp_path: Path, nbyte
 
     def demand() -> None:
         began = time.perf_counter()
-        tenancy = world.submit(np.array([next(turn)]))
+        job = world.submit(np.array([next(turn)]))
         submitted = time.perf_counter()
-        world.engine.wait_any(*tenancy, WAIT)
+        world.engine.wait_any(*job, WAIT)
         ours.append(time.perf_counter() - began)
         submits.append(submitted - began)
 
@@ -352,8 +352,8 @@ def test_a_demand_behind_prefetches(benchmark: BenchmarkFixture, design: str, qu
     rate, nbytes = 1e9, 8_000_000
     chunk, window = (2 * MiB, 4 * MiB) if design == "chunks" else (nbytes, nbytes)
     experts = np.random.default_rng(0).integers(1, 256, (2, nbytes), dtype=np.uint8)
-    rooms = np.zeros((2, nbytes), np.uint8)
-    # The prefetches all read the same bytes and land in the same room: what counts is the time on the link.
+    targets = np.zeros((2, nbytes), np.uint8)
+    # The prefetches all read the same bytes and land in the same target: what counts is the time on the link.
     sources = Sources(
         segment_start=np.arange(queued + 2),
         segment_file=np.full(queued + 1, -1, np.int32),
@@ -365,13 +365,13 @@ def test_a_demand_behind_prefetches(benchmark: BenchmarkFixture, design: str, qu
     complete = np.zeros(queued + 1, np.int32)
     engine = Engine(
         sources,
-        rooms.ctypes.data + nbytes * np.arange(2, dtype=np.uint64),
+        targets.ctypes.data + nbytes * np.arange(2, dtype=np.uint64),
         np.zeros(2, np.int64),
         complete,
         link=ThrottledLink(HostLink(), rate, latency_s=10e-6),
         chunk_bytes=chunk,
         window_bytes=window,
-        owner=(experts, rooms),
+        owner=(experts, targets),
     )
     numbers = np.arange(queued + 1)
     firsts, lasts = [], []
@@ -380,7 +380,7 @@ def test_a_demand_behind_prefetches(benchmark: BenchmarkFixture, design: str, qu
     def behind() -> None:
         nonlocal generation
         generation += 1
-        rooms[1] = 0
+        targets[1] = 0
         rows = np.stack([numbers, numbers, np.full(queued + 1, generation)], axis=1).astype(np.int32)
         priority = np.zeros(queued, np.float32)
         engine.submit(prefetch=rows[:-1], priority=priority)
@@ -391,7 +391,7 @@ def test_a_demand_behind_prefetches(benchmark: BenchmarkFixture, design: str, qu
             engine.submit(prefetch=rows[-1:], priority=priority[:1])
         else:
             engine.submit(fetch=rows[-1:])
-        while not rooms[1, 0]:
+        while not targets[1, 0]:
             time.sleep(5e-5)
         firsts.append(time.perf_counter() - began)
         engine.wait_all(rows[-1:, 1].copy(), rows[-1:, 2].copy(), WAIT)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ._engine import Sources
-    from .cuda import PageLock
+    from .page_lock import PageLock
 
 __all__ = ["PRESETS", "ExpertBank", "Layout", "ParamSpec"]
 

@@ -1,7 +1,7 @@
 /* A CUDA runtime of threads: every stream executes what it is given in order, late, and beside the caller.
  *
  * Copies read and write when their stream has come that far, so a reader that does not wait gets what was there before.
- * Nothing of it needs a driver. The functions have the C signatures of those they stand in for; what a test needs beyond
+ * Nothing of it needs a driver. The functions have the C signatures of those they are in place of; what a test needs beyond
  * them begins with fake_. Device memory is host memory.
  */
 #include <pthread.h>
@@ -130,7 +130,7 @@ static Stream *stream_of(void *handle) {
     return NULL;
 }
 
-/* ---- what stands in for the runtime */
+/* ---- the functions of the runtime */
 
 int fake_memcpy_async(void *target, const void *source, size_t nbytes, int kind, void *handle) {
     pthread_mutex_lock(&lock);

@@ -1,4 +1,4 @@
-"""A stand-in for cuda-python and for what is asked of ``torch.cuda``, over the runtime of threads in ``fake_cuda.c``.
+"""A mock of cuda-python and of what is asked of ``torch.cuda``, over the mock runtime of threads in ``fake_cuda.c``.
 
 The same capsules, names and return values as the real modules have, so that everything of ours runs unchanged; "device"
 memory is host memory, and torch's current stream is one that executes on the caller.
@@ -26,7 +26,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from moecache import cuda
+from moecache.cuda_runtime import SIGNATURES
 
 FUNCTIONS = (
     "memcpy_async",
@@ -58,7 +58,7 @@ COUNTS = ("events", "streams", "registrations", "violations", "locked", "pageabl
 
 
 class Error(IntEnum):
-    """Of cudaError_t, what the stand-in answers."""
+    """Of cudaError_t, what the mock runtime returns."""
 
     cudaSuccess = 0
     cudaErrorInvalidValue = 1
@@ -82,7 +82,7 @@ class Error(IntEnum):
 def library() -> ctypes.CDLL:
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
-        pytest.skip("the stand-in for the CUDA runtime needs a C compiler")
+        pytest.skip("the mock CUDA runtime needs a C compiler")
     folder = Path(tempfile.mkdtemp(prefix="fake-cuda-"))
     try:
         built = folder / "fake_cuda.so"
@@ -112,7 +112,7 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self.c = library()
-        capi = {name: capsule(getattr(self.c, f"fake_{key}"), text) for key, (name, text) in cuda.SIGNATURES.items()}
+        capi = {name: capsule(getattr(self.c, f"fake_{key}"), text) for key, (name, text) in SIGNATURES.items()}
         self.cyruntime = types.SimpleNamespace(__pyx_capi__=capi, __name__="cuda.bindings.cyruntime")
         self.runtime = types.SimpleNamespace(
             cudaStreamCaptureMode=CaptureMode,
@@ -198,13 +198,13 @@ class FakeCuda:
         with _Guard(self.c, device):
             return int(self._made("stream_create", 1)[1])
 
-    def sum(self, stream: int, room: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    def sum(self, stream: int, target: NDArray[np.uint8]) -> NDArray[np.uint64]:
         """A kernel that hashes some bytes; the result is there when the stream has come that far."""
         out = np.zeros(1, np.uint64)
         self.c.fake_sum(
             ctypes.c_void_p(stream),
-            ctypes.c_void_p(room.ctypes.data),
-            ctypes.c_size_t(room.nbytes),
+            ctypes.c_void_p(target.ctypes.data),
+            ctypes.c_size_t(target.nbytes),
             ctypes.c_void_p(out.ctypes.data),
         )
         return out
@@ -239,7 +239,7 @@ class FakeCuda:
         monkeypatch.setitem(sys.modules, "cuda.bindings", package)
         monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", self.runtime)
         monkeypatch.setitem(sys.modules, "cuda.bindings.cyruntime", self.cyruntime)
-        monkeypatch.setattr(cuda, "numbered", torch.device)
+        monkeypatch.setattr("moecache.cuda.numbered", torch.device)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.c.fake_current_device())
         monkeypatch.setattr(torch.cuda, "device", functools.partial(_Guard, self.c))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: types.SimpleNamespace(cuda_stream=0))
@@ -270,7 +270,7 @@ def reference_sum(data: NDArray[np.uint8]) -> int:
 
 @contextlib.contextmanager
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    """The stand-in in place of the real modules, with nothing left over from the test before or for the one after."""
+    """The mock runtime in place of the real modules, with nothing left over from the test before or for the one after."""
     fake = FakeCuda()
     fake.install(monkeypatch)
     fake.reset()

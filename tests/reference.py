@@ -34,7 +34,7 @@ def event_atomic(
     Returns
     -------
     (int, list)
-        Hits, and the tenants of all slots after each step.
+        Hits, and the occupants of all slots after each step.
     """
     slots: list[tuple[int, int] | None] = [None] * capacity
     last: dict[tuple[int, int], int] = {}
@@ -44,8 +44,8 @@ def event_atomic(
         missing = [expert for expert in wanted if expert not in slots]
         hits += len(wanted) - len(missing)
         last.update(dict.fromkeys(wanted, now))
-        vacant = [i for i, tenant in enumerate(slots) if tenant is None]
-        victims = [i for i, tenant in enumerate(slots) if tenant is not None and tenant not in wanted]
+        vacant = [i for i, occupant in enumerate(slots) if occupant is None]
+        victims = [i for i, occupant in enumerate(slots) if occupant is not None and occupant not in wanted]
         victims.sort(key=lambda i: (worth(slots[i], now), last[slots[i]], i))
         for expert, slot in zip(missing, vacant + victims, strict=False):
             slots[slot] = expert

@@ -1,6 +1,6 @@
 """Build the compiled modules with a sanitizer, beside the ordinary ones, and run tests over them.
 
-    python tests/sanitize.py address            address and undefined behaviour: core, engine, history, stand-in for CUDA
+    python tests/sanitize.py address            address and undefined behaviour: core, engine, history, the mock CUDA runtime
     python tests/sanitize.py thread             data races: engine, threads in the core
     python tests/sanitize.py address -k resize  what follows is pytest's
 

@@ -1,4 +1,4 @@
-"""The CUDA link and what is around it, over a stand-in runtime whose streams run late and beside the caller.
+"""The CUDA link and what is around it, over the mock CUDA runtime, whose streams run late and beside the caller.
 
 No GPU is needed, and nothing here shows that one works.
 """
@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 
 from moecache import cuda
 from moecache._engine import CudaLink, Engine, Sources
+from moecache.cuda_runtime import SIGNATURES, function_addresses
 from moecache.errors import CapacityError, CaptureError, ClosedError, RoutingError, TransferError
+from moecache.page_lock import PageLock, lock_pages
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -45,7 +47,7 @@ class World:
     engine: Engine
     copies: cuda.CudaCopies
     data: NDArray[np.uint8]
-    room: NDArray[np.uint8]
+    target: NDArray[np.uint8]
     complete: NDArray[np.int32]
 
     def fetch(self, source: int, slot: int, generation: int) -> None:
@@ -63,7 +65,7 @@ def one(number: int) -> NDArray[np.int32]:
 
 def world(path: Path | None = None, *, slots: int = 3, lock: bool = True, **options: Any) -> World:
     data = np.random.default_rng(0).integers(0, 256, (8, NBYTES), dtype=np.uint8)
-    room = np.full((slots, NBYTES), 0xEE, np.uint8)
+    target = np.full((slots, NBYTES), 0xEE, np.uint8)
     base = data.ctypes.data
     if path is not None:
         path.write_bytes(b"x" * 77 + data.tobytes())
@@ -79,19 +81,19 @@ def world(path: Path | None = None, *, slots: int = 3, lock: bool = True, **opti
     )
     ranges = [(data.ctypes.data, data.nbytes)] if path is None and lock else []
 
-    def locker(runtime: Any) -> cuda.PageLock:
-        made = runtime.lock(ranges, **options)
+    def locker(runtime: Any) -> PageLock:
+        made = lock_pages(runtime, ranges, **options)
         if path is None and not lock:
             made.pageable_nbytes = data.nbytes
         return made
 
     copies = cuda.CudaCopies(DEVICE, slots, lock=locker, files=path is not None)
     complete = np.zeros(slots, np.int32)
-    address = np.array([room.ctypes.data], np.uint64)
+    address = np.array([target.ctypes.data], np.uint64)
     engine = Engine(
-        sources, address, np.array([NBYTES]), complete, link=copies.link, chunk_bytes=4096, owner=(data, room)
+        sources, address, np.array([NBYTES]), complete, link=copies.link, chunk_bytes=4096, owner=(data, target)
     )
-    return World(engine, copies, data, room, complete)
+    return World(engine, copies, data, target, complete)
 
 
 # ---- bytes
@@ -111,9 +113,9 @@ def test_bytes_arrive_whatever_of_the_memory_is_locked(fake: FakeCuda, memory: s
     for source in range(8):
         here.fetch(source, source % 3, 1 + source // 3)
         here.engine.drain(WAIT)
-        assert (here.room[source % 3] == here.data[source]).all()
+        assert (here.target[source % 3] == here.data[source]).all()
     counts = fake.counts()
-    # What is not locked goes through the staging room, which is.
+    # What is not locked goes through the staging buffer, which is.
     assert counts["pageable"] == before["pageable"]
     assert (here.copies.staging_nbytes > 0) == (memory in ("partly", "pageable"))
     here.close()
@@ -128,7 +130,7 @@ def test_without_any_locked_memory_the_driver_copies(fake: FakeCuda) -> None:
     here = world(lock=False)
     here.fetch(5, 0, 1)
     here.engine.drain(WAIT)
-    assert (here.room[0] == here.data[5]).all()
+    assert (here.target[0] == here.data[5]).all()
     assert fake.counts()["pageable"] > before
     here.close()
 
@@ -143,13 +145,13 @@ def test_memory_that_somebody_else_unlocked_is_staged(fake: FakeCuda) -> None:
     for source in range(3):
         here.fetch(source, source, 1)
     here.engine.drain(WAIT)
-    assert (here.room == here.data[:3]).all()
+    assert (here.target == here.data[:3]).all()
     here.close()
     assert fake.held() == NOTHING
 
 
 @pytest.mark.parametrize("locked", [True, False])
-def test_files_travel_through_the_staging_room(
+def test_files_travel_through_the_staging_buffer(
     fake: FakeCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture, locked: bool
 ) -> None:
     if not locked:
@@ -160,7 +162,7 @@ def test_files_travel_through_the_staging_room(
     for source in range(8):
         here.fetch(source, source % 3, 1 + source // 3)
         here.engine.drain(WAIT)
-        assert (here.room[source % 3] == here.data[source]).all()
+        assert (here.target[source % 3] == here.data[source]).all()
     counters = here.engine.counters()
     assert counters["direct_reads"] + counters["buffered_reads"] >= 8 * 3
     assert counters["bytes_demand"] == here.data.nbytes
@@ -191,10 +193,10 @@ def test_the_reader_waits_on_its_stream_and_not_on_the_host(fake: FakeCuda) -> N
     here.fetch(2, 1, 1)  # returns: all bytes have been given to the copy stream, none has arrived
     assert here.complete[1] == 1
     assert here.copies.link.is_fresh(1)
-    too_early = fake.sum(compute, here.room[1])
+    too_early = fake.sum(compute, here.target[1])
     fake.synchronize(compute)
     assert here.copies.link.before_reading(one(1), compute) == 1
-    found = fake.sum(compute, here.room[1])
+    found = fake.sum(compute, here.target[1])
     fake.gate(False)
     fake.synchronize(compute)
     assert found[0] == reference_sum(here.data[2])
@@ -215,18 +217,18 @@ def test_no_copy_starts_before_the_slots_readers_are_done(fake: FakeCuda) -> Non
     sums = []
     for stream in streams:
         fake.gate(True, stream)
-        sums.append(fake.sum(stream, here.room[0]))
+        sums.append(fake.sum(stream, here.target[0]))
         here.copies.link.mark_readers(np.array([0], np.int32), stream)
     here.fetch(1, 0, 2)
     here.fetch(3, 1, 1)  # another slot's copy waits behind it: one stream
     fake.gate(False, streams[1])
     with pytest.raises(TransferError, match="not complete"):
         here.engine.drain(0.05)
-    assert (here.room[0] == here.data[0]).all()
+    assert (here.target[0] == here.data[0]).all()
     fake.gate(False, streams[0])
     here.engine.drain(WAIT)
-    assert (here.room[0] == here.data[1]).all()
-    assert (here.room[1] == here.data[3]).all()
+    assert (here.target[0] == here.data[1]).all()
+    assert (here.target[1] == here.data[3]).all()
     for stream, found in zip(streams, sums, strict=True):
         fake.synchronize(stream)
         assert found[0] == reference_sum(here.data[0])
@@ -245,10 +247,10 @@ def test_memory_is_not_written_before_its_former_users_are_done(
     here.fetch(1, 0, 1)
     with pytest.raises(TransferError, match="not complete"):
         here.engine.drain(0.05)
-    assert (here.room[0] == 0xEE).all()
+    assert (here.target[0] == 0xEE).all()
     fake.gate(False)
     here.engine.drain(WAIT)
-    assert (here.room[0] == here.data[1]).all()
+    assert (here.target[0] == here.data[1]).all()
     here.close()
     fake.runtime.cudaStreamDestroy(stream)
 
@@ -272,7 +274,7 @@ def test_thousands_of_copies_and_kernels_in_random_order(fake: FakeCuda, seed: i
         for _, slot, number in rows.tolist():
             here.engine.wait_any(one(slot), one(number), WAIT)
             here.copies.link.before_reading(one(slot), stream)
-        kernels = [(fake.sum(stream, here.room[slot]), source) for source, slot, _ in rows.tolist()]
+        kernels = [(fake.sum(stream, here.target[slot]), source) for source, slot, _ in rows.tolist()]
         here.copies.link.mark_readers(slots, stream)
         seen += kernels
     for stream in streams:
@@ -321,7 +323,7 @@ def test_an_error_code_reaches_the_waiter(fake: FakeCuda, function: str) -> None
     fake.fail(function, 0)
     here.fetch(1, 0, 2)
     here.engine.drain(WAIT)
-    assert (here.room[0] == here.data[1]).all()
+    assert (here.target[0] == here.data[1]).all()
     here.close()
     assert fake.held() == NOTHING
 
@@ -369,8 +371,8 @@ def test_what_cannot_be_made_leaves_nothing_behind(fake: FakeCuda, function: str
 
 
 def test_an_exception_while_locking_gives_everything_back(fake: FakeCuda) -> None:
-    def lock(runtime: Any) -> cuda.PageLock:
-        runtime.lock([(4096 * 100, 4096)])
+    def lock(runtime: Any) -> PageLock:
+        lock_pages(runtime, [(4096 * 100, 4096)])
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -445,7 +447,7 @@ def test_copies_go_on_while_another_thread_captures_a_graph(fake: FakeCuda) -> N
         here.copies.before_reading(one(source % 3))
         here.copies.mark_readers(one(source % 3))
     here.engine.drain(WAIT)
-    assert (here.room == here.data[3:6]).all()
+    assert (here.target == here.data[3:6]).all()
     here.close()
     assert fake.held() == NOTHING
     assert not fake.counts()["capture_broken"]
@@ -501,8 +503,8 @@ def has_driver() -> bool:
 @pytest.mark.failure("134")
 def test_the_table_is_filled_from_cuda_python_and_can_be_called() -> None:
     bindings()
-    addresses = cuda.function_addresses()
-    assert set(addresses) == set(cuda.SIGNATURES)
+    addresses = function_addresses()
+    assert set(addresses) == set(SIGNATURES)
     assert all(addresses.values())
     if has_driver():
         pytest.skip("there is a driver here")
@@ -532,13 +534,13 @@ def test_the_signatures_are_those_the_link_calls() -> None:
             return "pointer"
         return {"unsigned int": "int", "size_t": "size_t"}.get(c_type.strip(), "int")
 
-    for argument, (function, signature) in cuda.SIGNATURES.items():
+    for argument, (function, signature) in SIGNATURES.items():
         result, parameters = re.fullmatch(r"(\w+) \((.*)\)", signature).groups()  # type: ignore[union-attr]
         assert result == "cudaError_t", function
         assert [kind(p) for p in parameters.split(",")] == [kind(p) for p in fields[argument].split(",")], function
 
 
-def test_the_stand_in_answers_like_cuda_python() -> None:
+def test_the_mock_runtime_returns_what_cuda_python_does() -> None:
     """Every function we call from Python is there and returns a code and as many results, also without a driver."""
     bindings()
     runtime = pytest.importorskip("cuda.bindings.runtime")
@@ -562,9 +564,11 @@ def test_the_stand_in_answers_like_cuda_python() -> None:
         "cudaPointerGetAttributes": 1,
         "cudaThreadExchangeStreamCaptureMode": 1,
     }
-    used = set(re.findall(r'"(cuda[A-Z]\w+)"', Path(cuda.__file__).read_text()))
-    used |= set(re.findall(r"\._module\.(cuda\w+)", Path(cuda.__file__).read_text()))
-    used -= {name for name, _ in cuda.SIGNATURES.values()} - {"cudaSetDevice", "cudaThreadExchangeStreamCaptureMode"}
+    text = "".join(
+        Path(cuda.__file__).with_name(f"{name}.py").read_text() for name in ("cuda", "cuda_runtime", "page_lock")
+    )
+    used = set(re.findall(r'"(cuda[A-Z]\w+)"', text)) | set(re.findall(r"\._module\.(cuda\w+)", text))
+    used -= {name for name, _ in SIGNATURES.values()} - {"cudaSetDevice", "cudaThreadExchangeStreamCaptureMode"}
     used.discard("cudaStreamCaptureMode")  # the enumeration
     assert used >= set(arguments)
     assert used <= {name[1:] for name in dir(FakeCuda) if name.startswith("_cuda")}
@@ -590,10 +594,10 @@ def test_a_function_of_another_signature_is_refused() -> None:
     capi = dict(bindings().__pyx_capi__)
     capi["cudaEventQuery"] = capi["cudaEventRecord"]
     with pytest.raises(ImportError, match="cudaEventQuery"):
-        cuda.function_addresses(types.SimpleNamespace(__pyx_capi__=capi, __name__="stub"))  # type: ignore[arg-type]
+        function_addresses(types.SimpleNamespace(__pyx_capi__=capi, __name__="stub"))  # type: ignore[arg-type]
     del capi["cudaEventQuery"]
     with pytest.raises(ImportError, match="cudaEventQuery is None"):
-        cuda.function_addresses(types.SimpleNamespace(__pyx_capi__=capi, __name__="stub"))  # type: ignore[arg-type]
+        function_addresses(types.SimpleNamespace(__pyx_capi__=capi, __name__="stub"))  # type: ignore[arg-type]
 
 
 @pytest.mark.failure("134")

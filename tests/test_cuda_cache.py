@@ -1,5 +1,5 @@
-"""The cache on a device, over the stand-in runtime: what `tests/test_cuda_device.py` asks of a real one, and what only a
-stand-in can be made to do.
+"""The cache on a device, over the mock CUDA runtime: what `tests/test_cuda_device.py` asks of a real one, and what only a
+mock can be made to do.
 
 The pool is host memory, and what computes is the caller; the copies run late and beside it, as on a device.
 """

@@ -1,4 +1,4 @@
-"""What must hold on a real CUDA device. Skipped where there is none; `tests/test_cuda_cache.py` asks much of the same of a stand-in."""
+"""What must hold on a real CUDA device. Skipped where there is none; `tests/test_cuda_cache.py` asks much the same of the mock runtime."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import moecache
 from moecache._engine import Engine, Sources
 from moecache.cuda import CudaCopies
 from moecache.errors import CapacityError, CaptureError, ClosedError
+from moecache.page_lock import lock_pages
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
@@ -138,7 +139,7 @@ def test_odd_sizes_are_exact(numel: int) -> None:
 @pytest.mark.parametrize("limit", [0, 1 << 20])
 def test_pageable_memory_is_staged(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setenv("MOECACHE_PAGE_LOCK", str(limit))
-    monkeypatch.setattr("moecache.cuda.PIECE_NBYTES", 1 << 18)
+    monkeypatch.setattr("moecache.page_lock.PIECE_NBYTES", 1 << 18)
     weights = weights_of(2)
     with moecache.ExpertCache(bank_of(weights), 20, device="cuda", top_k=TOP_K) as cache:
         run(cache, weights, 10)
@@ -150,7 +151,7 @@ def test_pageable_memory_is_staged(monkeypatch: pytest.MonkeyPatch, limit: int) 
 
 
 def test_memory_in_many_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moecache.cuda.PIECE_NBYTES", 8192)
+    monkeypatch.setattr("moecache.page_lock.PIECE_NBYTES", 8192)
     weights = weights_of(3)
     with moecache.ExpertCache(bank_of(weights), 20, device="cuda", top_k=TOP_K) as cache:
         assert cache._copies is not None
@@ -358,7 +359,7 @@ def test_calls_under_capture_are_refused_and_the_capture_goes_on() -> None:
 def test_copies_go_on_beside_captures() -> None:
     """The I/O thread's calls neither fail nor break what another thread captures in the strictest mode."""
     source = torch.randint(0, 256, (16, 8 << 20), dtype=torch.uint8)
-    room = torch.zeros((16, 8 << 20), dtype=torch.uint8, device="cuda")
+    target = torch.zeros((16, 8 << 20), dtype=torch.uint8, device="cuda")
     sources = Sources(
         segment_start=np.arange(17),
         segment_file=np.full(16, -1, np.int32),
@@ -368,15 +369,15 @@ def test_copies_go_on_beside_captures() -> None:
         segment_offset=np.zeros(16, np.int64),
     )
     copies = CudaCopies(
-        torch.cuda.current_device(), 16, lock=lambda runtime: runtime.lock([(source.data_ptr(), source.nbytes)])
+        torch.cuda.current_device(), 16, lock=lambda runtime: lock_pages(runtime, [(source.data_ptr(), source.nbytes)])
     )
     engine = Engine(
         sources,
-        np.array([room.data_ptr()], np.uint64),
+        np.array([target.data_ptr()], np.uint64),
         np.array([8 << 20]),
         np.zeros(16, np.int32),
         link=copies.link,
-        owner=(source, room),
+        owner=(source, target),
     )
     failed: list[BaseException] = []
     stop = threading.Event()
@@ -416,7 +417,7 @@ def test_copies_go_on_beside_captures() -> None:
     rows = np.stack([np.arange(16), np.arange(16), np.full(16, 1 << 30)], axis=1).astype(np.int32)
     engine.submit(fetch=rows)
     engine.drain(60)
-    assert torch.equal(room.cpu(), source)
+    assert torch.equal(target.cpu(), source)
     engine.close()
     copies.close()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moecache import cuda
+from moecache import cuda_runtime, page_lock
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -40,8 +40,8 @@ class FakeLocker:
     def clear(self) -> None:
         self.cleared += 1
 
-    def lock(self, *ranges: tuple[int, int], **options: Any) -> cuda.PageLock:
-        return cuda.PageLock(ranges, self.register, self.unregister, self.clear, **options)
+    def lock(self, *ranges: tuple[int, int], **options: Any) -> page_lock.PageLock:
+        return page_lock.PageLock(ranges, self.register, self.unregister, self.clear, **options)
 
 
 @pytest.mark.failure("85")
@@ -63,7 +63,7 @@ def test_memory_is_locked_in_pieces_and_each_page_once() -> None:
 
 
 @pytest.mark.failure("86", "87", "90")
-def test_what_the_system_refuses_stays_pageable_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_system_refuses_stays_pageable_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     locker = FakeLocker(limit=100_000)
     lock = locker.lock((0, 4096 * 100), (4096 * 500, 4096), piece_nbytes=40_960)
     assert (lock.locked_nbytes, lock.pageable_nbytes) == (81_920, 4096 * 101 - 81_920)
@@ -140,7 +140,7 @@ def test_memory_locked_by_somebody_else_is_used_and_left_to_them() -> None:
 
 
 @pytest.mark.failure("94")
-def test_a_lock_holds_until_its_last_user_lets_go() -> None:
+def test_a_lock_holds_until_its_last_user_closes_it() -> None:
     locker = FakeLocker()
     lock = locker.lock((0, 8192))
     assert lock.share()
@@ -155,20 +155,20 @@ def test_a_lock_holds_until_its_last_user_lets_go() -> None:
 
 
 def test_a_driver_that_is_gone_is_no_error_when_unlocking(caplog: pytest.LogCaptureFixture) -> None:
-    lock = cuda.PageLock([(0, 8192)], lambda *_: 0, lambda _: cuda.UNLOADING, lambda: None)
+    lock = page_lock.PageLock([(0, 8192)], lambda *_: 0, lambda _: cuda_runtime.UNLOADING, lambda: None)
     lock.close()
     assert not caplog.records
-    lock = cuda.PageLock([(0, 8192)], lambda *_: 0, lambda _: 1, lambda: None)
+    lock = page_lock.PageLock([(0, 8192)], lambda *_: 0, lambda _: 1, lambda: None)
     lock.close()
     assert "could not be unlocked" in caplog.text
 
 
 @pytest.mark.failure("G28", "97")
-def test_locking_that_takes_long_is_said_once_and_an_interrupt_gives_all_back(
+def test_locking_that_takes_long_is_logged_once_and_an_interrupt_gives_all_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = iter(range(0, 1000))
-    monkeypatch.setattr(cuda.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(page_lock.time, "monotonic", lambda: float(next(clock)))
     locker = FakeLocker(raise_at=6)
     with caplog.at_level(logging.INFO), pytest.raises(KeyboardInterrupt):
         locker.lock((4096, 10 * 4096), piece_nbytes=4096)
@@ -187,8 +187,8 @@ def test_locking_that_is_quick_is_silent(caplog: pytest.LogCaptureFixture, capsy
 
 @pytest.mark.failure("97")
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(cuda, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(cuda, "tqdm", _always)  # as where stderr is a terminal
+    monkeypatch.setattr(page_lock, "SHOWN_AFTER_S", 0.0)
+    monkeypatch.setattr(page_lock, "tqdm", _always)  # as where stderr is a terminal
     FakeLocker().lock((4096, 10 * 4096), piece_nbytes=4096).close()
     assert "locking host memory" in capsys.readouterr().err
 

@@ -29,7 +29,7 @@ POLICIES = [*NAMES, stale_and_rare]
 
 
 class Watched:
-    """The tenants of all slots after each step of a cache."""
+    """The occupants of all slots after each step of a cache."""
 
     def __init__(self, cache: ExpertCache, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tables: list[np.ndarray] = []

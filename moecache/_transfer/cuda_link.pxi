@@ -44,9 +44,9 @@ _CUDA_ERRORS = {1: "invalid value", 2: "out of memory", 4: "driver shutting down
                 800: "not permitted", 801: "not supported", 900: "stream capture unsupported",
                 901: "stream capture invalidated", 905: "stream capture isolation"}
 _CUDA_STICKY = {214: "uncorrectable ECC error", 220: "uncorrectable NVLink error", 700: "illegal address",
-                702: "launch_chunk timeout", 710: "device-side assert", 714: "hardware stack error", 715: "illegal instruction",
+                702: "launch timeout", 710: "device-side assert", 714: "hardware stack error", 715: "illegal instruction",
                 716: "misaligned address", 717: "invalid address space", 718: "invalid program counter",
-                719: "launch_chunk failure", 999: "unknown"}
+                719: "launch failure", 999: "unknown"}
 
 
 def cuda_message(int code):

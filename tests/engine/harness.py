@@ -18,14 +18,14 @@ from moecache._engine import Engine, FaultyLink, FileLink, HostLink, Sources, Th
 
 WAIT = 20.0  # seconds nothing here should ever take
 POISON = 0xEE
-Part = tuple[int, int, bytes]  # region, offset in the slot's room, bytes
+Part = tuple[int, int, bytes]  # region, offset in the slot's memory, bytes
 
 
-def address_of(room: Any) -> int:
-    return int(room.ctypes.data if isinstance(room, np.ndarray) else room.address)
+def address_of(buffer: Any) -> int:
+    return int(buffer.ctypes.data if isinstance(buffer, np.ndarray) else buffer.address)
 
 
-def host_room(slots: int, stride: int) -> NDArray[np.uint8]:
+def host_memory(slots: int, stride: int) -> NDArray[np.uint8]:
     return np.full((slots, stride), POISON, np.uint8)
 
 
@@ -33,7 +33,7 @@ def host_room(slots: int, stride: int) -> NDArray[np.uint8]:
 class World:
     """Sources with known bytes, regions to copy into, an engine between them.
 
-    ``options`` are the engine's; a callable ``link`` is given the world and makes one. ``room`` makes a region.
+    ``options`` are the engine's; a callable ``link`` is given the world and makes one. ``allocate`` makes a region.
     """
 
     parts: list[list[Part]]
@@ -44,10 +44,10 @@ class World:
     gap: int = 0  # bytes between neighbouring segments in a file
     lead: int = 13  # bytes before the first segment in a file: nothing is aligned
     options: dict[str, Any] = field(default_factory=dict)
-    room: Callable[[int, int], Any] = host_room
+    allocate: Callable[[int, int], Any] = host_memory
 
     def __post_init__(self) -> None:
-        self.rooms = [self.room(self.slots, stride) for stride in self.strides]
+        self.regions = [self.allocate(self.slots, stride) for stride in self.strides]
         self.complete = np.zeros(self.slots, np.int32)
         self.generation = np.zeros(self.slots, np.int32)
         self.paths: list[Path] = []
@@ -57,8 +57,8 @@ class World:
         self.engine = self.make()
 
     def make(self) -> Engine:
-        address = np.array([address_of(room) for room in self.rooms], np.uint64)
-        owner = (self.rooms, self.memory)
+        address = np.array([address_of(buffer) for buffer in self.regions], np.uint64)
+        owner = (self.regions, self.memory)
         stride = np.array(self.strides, np.int64)
         return Engine(self.sources, address, stride, self.complete, owner=owner, **self.options)
 
@@ -95,7 +95,7 @@ class World:
         return int(self.generation[slot])
 
     def fetch(self, *pairs: tuple[int, int]) -> list[tuple[int, int]]:
-        """Submit demand jobs (source, slot) as new tenancies; (slot, generation) of each."""
+        """Submit demand jobs (source, slot) as new generations; (slot, generation) of each."""
         rows = [(source, slot, self.give(slot)) for source, slot in pairs]
         self.engine.submit(fetch=np.array(rows, np.int32).reshape(-1, 3))
         return [(slot, generation) for _, slot, generation in rows]
@@ -106,32 +106,32 @@ class World:
         self.engine.submit(prefetch=np.array(made, np.int32), priority=priority)
         return [(slot, generation) for _, slot, generation in made]
 
-    def raise_(self, source: int, tenancy: tuple[int, int]) -> None:
-        self.engine.submit(fetch=np.array([[source, *tenancy]], np.int32))
+    def raise_(self, source: int, job: tuple[int, int]) -> None:
+        self.engine.submit(fetch=np.array([[source, *job]], np.int32))
 
-    def drop(self, *tenancies: tuple[int, int]) -> None:
-        self.engine.submit(drop=np.array(tenancies, np.int32))
+    def drop(self, *jobs: tuple[int, int]) -> None:
+        self.engine.submit(drop=np.array(jobs, np.int32))
 
-    def wait_all(self, tenancies: Sequence[tuple[int, int]], timeout: float = WAIT) -> None:
-        self.engine.wait_all(*columns(tenancies), timeout)
+    def wait_all(self, jobs: Sequence[tuple[int, int]], timeout: float = WAIT) -> None:
+        self.engine.wait_all(*columns(jobs), timeout)
 
-    def wait_any(self, tenancies: Sequence[tuple[int, int]], timeout: float = WAIT) -> int:
-        return self.engine.wait_any(*columns(tenancies), timeout)
+    def wait_any(self, jobs: Sequence[tuple[int, int]], timeout: float = WAIT) -> int:
+        return self.engine.wait_any(*columns(jobs), timeout)
 
     def holds(self, slot: int, source: int) -> bool:
         return all(
-            self.rooms[region][slot, offset : offset + len(data)].tobytes() == data
+            self.regions[region][slot, offset : offset + len(data)].tobytes() == data
             for region, offset, data in self.parts[source]
         )
 
     def untouched_between(self, slot: int, source: int) -> bool:
-        """Bytes of the slot's rooms that no segment covers are still what they were."""
-        for region, room in enumerate(self.rooms):
-            mine = np.ones(room.shape[1], bool)
+        """Bytes of the slot's regions that no segment covers are still what they were."""
+        for region, buffer in enumerate(self.regions):
+            mine = np.ones(buffer.shape[1], bool)
             for to, offset, data in self.parts[source]:
                 if to == region:
                     mine[offset : offset + len(data)] = False
-            if not (room[slot, mine] == POISON).all():
+            if not (buffer[slot, mine] == POISON).all():
                 return False
         return True
 
@@ -149,8 +149,8 @@ def bytes_landed(world: World) -> tuple[int, int]:
     return counters["bytes_demand"], counters["bytes_prefetch"]
 
 
-def columns(tenancies: Sequence[tuple[int, int]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    table = np.array(tenancies, np.int32).reshape(-1, 2)
+def columns(jobs: Sequence[tuple[int, int]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    table = np.array(jobs, np.int32).reshape(-1, 2)
     return np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1])
 
 
@@ -182,8 +182,8 @@ def held_back(world: World, chunks: int) -> None:
     until(lambda: world.options["link"].chunks >= chunks)
 
 
-def order_of_completion(world: World, tenancies: Sequence[tuple[int, int]]) -> list[int]:
-    left = dict(enumerate(tenancies))
+def order_of_completion(world: World, jobs: Sequence[tuple[int, int]]) -> list[int]:
+    left = dict(enumerate(jobs))
     order = []
     while left:
         numbers = list(left)
@@ -192,10 +192,10 @@ def order_of_completion(world: World, tenancies: Sequence[tuple[int, int]]) -> l
     return order
 
 
-BACKENDS = ("host", "file", "limited", "stand-in", "cuda")
+BACKENDS = ("host", "file", "limited", "mock-cuda", "cuda")
 
 
-class DeviceRoom:
+class DeviceMemory:
     """A region on a CUDA device that is looked at and written like the arrays of the other back-ends."""
 
     def __init__(self, slots: int, stride: int) -> None:
@@ -229,15 +229,15 @@ class Backend:
 
     @property
     def asynchronous(self) -> bool:
-        return self.kind in ("limited", "stand-in", "cuda")
+        return self.kind in ("limited", "mock-cuda", "cuda")
 
     def world(self, parts: list[list[Part]], strides: list[int], slots: int, **options: Any) -> World:
         """``faults`` are `FaultyLink`'s arguments, ``lead`` the world's, the other options the engine's."""
         faults, lead = options.pop("faults", {}), options.pop("lead", 13)
         folder = self.new_folder() if self.kind == "file" else None
         options["link"] = lambda world: FaultyLink(self._inner(world), **faults)
-        room = DeviceRoom if self.kind == "cuda" else host_room
-        world = World(parts, strides, slots, folder, lead=lead, options=options, room=room)
+        allocate = DeviceMemory if self.kind == "cuda" else host_memory
+        world = World(parts, strides, slots, folder, lead=lead, options=options, allocate=allocate)
         self.stack.callback(world.engine.close)
         return world
 
@@ -255,7 +255,7 @@ class Backend:
 
         from moecache import cuda
 
-        if self.kind == "stand-in":
+        if self.kind == "mock-cuda":
             fake = FakeCuda()
             patches = pytest.MonkeyPatch()
             self.stack.callback(patches.undo)

@@ -131,13 +131,13 @@ def test_a_queued_prefetch_is_dropped_without_moving_a_byte(backend: Backend) ->
     counters = settle(world)
     assert (counters["prefetch_dropped"], counters["prefetch_cancelled"]) == (1, 0)
     assert world.options["link"].chunks == 1
-    assert (world.rooms[0][1] == POISON).all()
+    assert (world.regions[0][1] == POISON).all()
     with pytest.raises(TransferError, match="dropped"):
         world.wait_all([second])
 
 
 @pytest.mark.parametrize("landed", [False, True], ids=["on-its-way", "landed-late"])
-def test_a_chunk_of_a_dropped_prefetch_holds_up_the_slots_next_tenant(backend: Backend, landed: bool) -> None:
+def test_a_chunk_of_a_dropped_prefetch_holds_up_the_slots_next_occupant(backend: Backend, landed: bool) -> None:
     world = backend.simple(2, 3000, 1, faults={"stall_at": 2, "stall_landed": landed}, chunk_bytes=1000)
     (first,) = world.prefetch((0, 0, 1.0))
     held_back(world, 2)
@@ -166,15 +166,15 @@ def test_a_failure_reaches_the_waiter_and_the_next_call_works(backend: Backend, 
     if stage == "begin" and not backend.asynchronous:
         pytest.skip("jobs of a synchronous link have no beginning of their own")
     world = backend.simple(2, 5000, 2, faults={"error": errno.ENODEV, **faults}, chunk_bytes=1000, window_bytes=2000)
-    (tenancy,) = world.fetch((0, 0))
+    (job,) = world.fetch((0, 0))
     with pytest.raises(TransferError) as caught:
-        world.wait_all([tenancy])
+        world.wait_all([job])
     assert caught.value.errno == errno.ENODEV
     assert caught.value.__cause__.errno == errno.ENODEV
     assert caught.value.position == 0
     assert world.complete[0] == -1
-    world.raise_(0, tenancy)
-    world.wait_all([tenancy])
+    world.raise_(0, job)
+    world.wait_all([job])
     assert world.holds(0, 0)
     world.wait_all(world.fetch((1, 0), (0, 1)))
     assert world.holds(0, 1)
@@ -193,26 +193,26 @@ def test_a_thread_that_cannot_start_is_an_error(backend: Backend) -> None:
 @pytest.mark.parametrize("landed", [False, True], ids=["on-its-way", "landed-late"])
 def test_a_stalled_copy_is_not_complete_before_it_says_so(backend: Backend, landed: bool) -> None:
     world = backend.simple(1, 3000, 1, faults={"stall_at": 1, "stall_landed": landed})
-    (tenancy,) = world.prefetch((0, 0, 1.0))
+    (job,) = world.prefetch((0, 0, 1.0))
     held_back(world, 1)
     if landed:
         until(lambda: world.holds(0, 0))
-    elif backend.kind not in ("stand-in", "cuda"):  # a device copies when it likes; nobody has been told
-        assert (world.rooms[0][0] == POISON).all()
+    elif backend.kind not in ("mock-cuda", "cuda"):  # a device copies when it likes; nobody has been told
+        assert (world.regions[0][0] == POISON).all()
     with pytest.raises(TransferError, match=r"not complete after 0\.01 s: source 0 \(slot 0, generation 1\)"):
-        world.wait_all([tenancy], 0.01)
+        world.wait_all([job], 0.01)
     assert world.complete[0] == 0
     world.options["link"].release()
-    world.wait_all([tenancy])
+    world.wait_all([job])
     assert world.holds(0, 0)
 
 
-def close_under_a_waiter(world: World, tenancies: list[tuple[int, int]]) -> None:
+def close_under_a_waiter(world: World, jobs: list[tuple[int, int]]) -> None:
     caught: list[BaseException] = []
 
     def work() -> None:
         try:
-            world.wait_all(tenancies)
+            world.wait_all(jobs)
         except ClosedError as error:
             caught.append(error)
 
@@ -226,9 +226,9 @@ def close_under_a_waiter(world: World, tenancies: list[tuple[int, int]]) -> None
 
 def test_closing_frees_what_is_stalled(backend: Backend) -> None:
     world = backend.simple(4, 3000, 4, faults={"stall_at": 1}, chunk_bytes=1000)
-    tenancies = world.prefetch(*((source, source, 1.0) for source in range(4)))
+    jobs = world.prefetch(*((source, source, 1.0) for source in range(4)))
     held_back(world, 1)
-    close_under_a_waiter(world, tenancies)
+    close_under_a_waiter(world, jobs)
     assert not world.complete.any()
 
 
@@ -262,7 +262,7 @@ def test_nothing_starts_while_paused_and_all_goes_on_after(backend: Backend) -> 
     world.engine.pause(0.0)  # pauses add up
     world.engine.resume()
     assert link.chunks == started
-    assert (world.rooms[0][1:] == POISON).all()
+    assert (world.regions[0][1:] == POISON).all()
     world.engine.resume()
     world.wait_all(first + more)
     assert all(world.holds(slot, slot) for slot in range(3))
@@ -274,8 +274,8 @@ def test_nothing_starts_while_paused_and_all_goes_on_after(backend: Backend) -> 
 def test_closing_works_while_paused(backend: Backend) -> None:
     world = backend.simple(2, 3000, 2)
     world.engine.pause(WAIT)
-    tenancies = world.fetch((0, 0), (1, 1))
-    close_under_a_waiter(world, tenancies)
+    jobs = world.fetch((0, 0), (1, 1))
+    close_under_a_waiter(world, jobs)
     with pytest.raises(ClosedError):
         world.engine.resume()
 
@@ -283,8 +283,8 @@ def test_closing_works_while_paused(backend: Backend) -> None:
 def test_a_waiter_asleep_through_a_pause_is_served_after_it(backend: Backend) -> None:
     world = backend.simple(2, 3000, 2)
     world.engine.pause(WAIT)
-    tenancies = world.fetch((0, 0), (1, 1))
-    waiter = threading.Thread(target=world.wait_all, args=(tenancies,))
+    jobs = world.fetch((0, 0), (1, 1))
+    waiter = threading.Thread(target=world.wait_all, args=(jobs,))
     waiter.start()
     until(lambda: "callers wait" in world.engine.describe())
     world.engine.resume()
@@ -307,8 +307,8 @@ def test_a_slots_next_copy_never_touches_what_a_slow_reader_reads(backend: Backe
         (wrong,) = world.prefetch((int(rng.integers(sources)), slot, 1.0))
         if rng.random() < 0.5:
             world.drop(wrong)
-        (tenancy,) = world.fetch((source, slot))
-        world.wait_all([tenancy])
+        (job,) = world.fetch((source, slot))
+        world.wait_all([job])
         for part in range(4):
             others = [other for other in range(slots) if other != slot]
             ahead = world.prefetch(*((int(rng.integers(sources)), other, float(rng.random())) for other in others))
@@ -316,8 +316,8 @@ def test_a_slots_next_copy_never_touches_what_a_slow_reader_reads(backend: Backe
                 world.drop(*ahead[:2])
             time.sleep(0.0002)
             here = slice(part * nbytes // 4, (part + 1) * nbytes // 4)
-            assert world.rooms[0][slot, here].tobytes() == world.parts[source][0][2][here]
-        assert world.complete[slot] == tenancy[1]
+            assert world.regions[0][slot, here].tobytes() == world.parts[source][0][2][here]
+        assert world.complete[slot] == job[1]
 
 
 @pytest.mark.failure("31")
@@ -325,11 +325,11 @@ def test_a_hundred_thousand_operations_of_two_threads_with_poisoned_free_slots(b
     """Prefetches, raises, drops, demands and waits, each thread in slots of its own.
 
     A slot is poisoned when it is given up. Poison that has changed by the time the slot is given away again, or bytes
-    that are not the expert's when it is complete, are what a late chunk of an earlier tenant would leave.
+    that are not the expert's when it is complete, are what a late chunk of an earlier occupant would leave.
     """
     sources, each, nbytes, wanted = 16, 8, 600, 50_000
     world = backend.simple(sources, nbytes, 2 * each, chunk_bytes=256, window_bytes=512)
-    room, errors, counts = world.rooms[0], [], [0, 0]
+    buffer, errors, counts = world.regions[0], [], [0, 0]
     expected = np.stack([np.frombuffer(parts[0][2], np.uint8) for parts in world.parts])
 
     def work(number: int) -> None:
@@ -343,7 +343,7 @@ def test_a_hundred_thousand_operations_of_two_threads_with_poisoned_free_slots(b
             return np.stack([source, mine, generation], axis=1).astype(np.int32)
 
         while counts[number] < wanted:
-            assert (room[whose] == POISON).all(), "bytes came into a free slot"
+            assert (buffer[whose] == POISON).all(), "bytes came into a free slot"
             generation += 1
             guess = rng.integers(sources, size=each)
             world.engine.submit(prefetch=rows(guess), priority=priority)
@@ -354,13 +354,13 @@ def test_a_hundred_thousand_operations_of_two_threads_with_poisoned_free_slots(b
             generation[wrong] += 1
             world.engine.submit(fetch=rows(source), drop=np.ascontiguousarray(dropped))
             world.engine.wait_all(mine, generation, WAIT)
-            assert (room[whose] == expected[source]).all(), "not the expert's bytes"
+            assert (buffer[whose] == expected[source]).all(), "not the expert's bytes"
             assert (world.complete[whose] == generation).all()
             if backend.kind == "cuda":
                 for slot in mine:
-                    room[int(slot)] = POISON
+                    buffer[int(slot)] = POISON
             else:
-                room[whose] = POISON
+                buffer[whose] = POISON
             counts[number] += 3 * each + len(dropped)
 
     def guarded(number: int) -> None:
@@ -386,7 +386,7 @@ def test_a_hundred_thousand_operations_of_two_threads_with_poisoned_free_slots(b
 def test_python_goes_on_while_a_call_waits(backend: Backend) -> None:
     """A thread that ticks every millisecond ends the wait after fifty ticks; with the GIL held they would never come."""
     world = backend.simple(1, 1000, 1, faults={"stall_at": 1}, chunk_bytes=1000)
-    tenancies = world.fetch((0, 0))
+    jobs = world.fetch((0, 0))
     held_back(world, 1)
     ticks = []
 
@@ -399,7 +399,7 @@ def test_python_goes_on_while_a_call_waits(backend: Backend) -> None:
 
     ticker = threading.Thread(target=tick)
     ticker.start()
-    world.wait_all(tenancies)
+    world.wait_all(jobs)
     ticker.join()
     assert ticks == [0] * 50
     assert world.holds(0, 0)
@@ -408,8 +408,8 @@ def test_python_goes_on_while_a_call_waits(backend: Backend) -> None:
 
 def test_several_engines_at_once(backend: Backend) -> None:
     worlds = [backend.simple(4, 5000 + i, 4, chunk_bytes=1000, threads=1 + i % 2) for i in range(3)]
-    tenancies = [world.fetch((0, 3), (1, 2), (2, 1), (3, 0)) for world in worlds]
-    for world, mine in zip(worlds, tenancies, strict=True):
+    jobs = [world.fetch((0, 3), (1, 2), (2, 1), (3, 0)) for world in worlds]
+    for world, mine in zip(worlds, jobs, strict=True):
         world.wait_all(mine)
         assert all(world.holds(3 - source, source) for source in range(4))
     worlds[0].engine.close()

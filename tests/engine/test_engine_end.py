@@ -26,14 +26,14 @@ pytestmark = pytest.mark.timeout(60)
 def test_a_closed_engine_says_so() -> None:
     world = simple(1, 100, 1)
     engine = world.engine
-    tenancy = world.fetch((0, 0))
+    job = world.fetch((0, 0))
     assert not engine.closed
     engine.close()
     engine.close()
     assert engine.closed
     for call in (
         lambda: world.fetch((0, 0)),
-        lambda: world.wait_all(tenancy),
+        lambda: world.wait_all(job),
         lambda: engine.drain(1),
         engine.counters,
     ):
@@ -44,12 +44,12 @@ def test_a_closed_engine_says_so() -> None:
 def test_closing_while_busy_stops_at_a_chunk_and_frees_the_waiters() -> None:
     link = FaultyLink(ThrottledLink(HostLink(), 1e5))
     world = simple(2, 1 << 20, 2, link=link, chunk_bytes=1000, window_bytes=2000)
-    tenancies = world.fetch((0, 0), (1, 1))
+    jobs = world.fetch((0, 0), (1, 1))
     caught: list[BaseException] = []
 
     def work() -> None:
         try:
-            world.wait_all(tenancies)
+            world.wait_all(jobs)
         except BaseException as error:
             caught.append(error)
 
@@ -61,18 +61,18 @@ def test_closing_while_busy_stops_at_a_chunk_and_frees_the_waiters() -> None:
     assert not worker.is_alive()
     assert isinstance(caught[0], ClosedError)
     assert link.chunks < 50
-    after = [room.copy() for room in world.rooms]
+    after = [buffer.copy() for buffer in world.regions]
     time.sleep(0.02)
-    assert all((room == copy).all() for room, copy in zip(world.rooms, after, strict=True))
+    assert all((buffer == copy).all() for buffer, copy in zip(world.regions, after, strict=True))
 
 
 def test_closing_waits_for_a_caller_that_is_copying(tmp_path: Path) -> None:
     world = simple(4, 200_000, 4, folder=tmp_path, link=FaultyLink(FileLink(), delay_s=0.005), chunk_bytes=4096)
-    tenancies = world.fetch(*((slot, slot) for slot in range(4)))
+    jobs = world.fetch(*((slot, slot) for slot in range(4)))
 
     def work() -> None:
         with contextlib.suppress(ClosedError):
-            world.wait_all(tenancies)
+            world.wait_all(jobs)
 
     worker = threading.Thread(target=work)
     worker.start()
@@ -85,15 +85,15 @@ def test_closing_waits_for_a_caller_that_is_copying(tmp_path: Path) -> None:
 @pytest.mark.failure("30")
 def test_a_thread_that_is_gone_is_an_error_and_not_a_hang() -> None:
     world = simple(4, 1000, 4, link=FaultyLink(ThrottledLink(HostLink(), 1e6), end_thread_at=2), window_bytes=1)
-    tenancies = world.fetch((0, 0), (1, 1))
+    jobs = world.fetch((0, 0), (1, 1))
     with pytest.raises(TransferError, match="thread has ended"):
-        world.wait_all(tenancies)
+        world.wait_all(jobs)
     assert world.complete[0] == 1
     with pytest.raises(TransferError, match="thread has ended"):
         world.fetch((2, 2))
     with pytest.raises(TransferError, match="thread has ended"):
         world.engine.drain(WAIT)
-    world.wait_any(tenancies[:1])  # what had arrived stays
+    world.wait_any(jobs[:1])  # what had arrived stays
     world.engine.close()
 
 
@@ -106,7 +106,7 @@ def test_an_engine_nobody_holds_stops_and_lets_go_of_its_owner() -> None:
     world.engine.close()
     owner = Owner()
     gone = weakref.ref(owner)
-    address = np.array([world.rooms[0].ctypes.data], np.uint64)
+    address = np.array([world.regions[0].ctypes.data], np.uint64)
     engine = Engine(world.sources, address, np.array([1 << 16]), world.complete, owner=owner)
     engine.submit(fetch=np.array([[0, 0, 1]], np.int32))
     del owner
@@ -131,12 +131,12 @@ def test_files_are_closed(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_gets_an_error_and_leaves_the_parent_alone() -> None:
     world = simple(2, 4000, 2, link=ThrottledLink(HostLink(), 1e5))
-    tenancies = world.fetch((0, 0))
+    jobs = world.fetch((0, 0))
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            for call in (lambda: world.fetch((1, 1)), lambda: world.wait_all(tenancies), world.engine.counters):
+            for call in (lambda: world.fetch((1, 1)), lambda: world.wait_all(jobs), world.engine.counters):
                 with pytest.raises(ClosedError, match="fork"):
                     call()
             world.engine.close()
@@ -150,7 +150,7 @@ def test_a_forked_child_gets_an_error_and_leaves_the_parent_alone() -> None:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     with world.engine:
-        world.wait_all(tenancies)
+        world.wait_all(jobs)
         assert world.holds(0, 0)
 
 
@@ -162,12 +162,12 @@ sys.modules["moecache"] = types.ModuleType("moecache")
 sys.modules["moecache"].__path__ = [{package!r}]
 import moecache._engine
 from moecache._engine import Engine, FaultyLink, HostLink, Sources, ThrottledLink
-data = np.ones(1 << 22, np.uint8); room = np.zeros((2, 1 << 22), np.uint8); complete = np.zeros(2, np.int32)
+data = np.ones(1 << 22, np.uint8); buffer = np.zeros((2, 1 << 22), np.uint8); complete = np.zeros(2, np.int32)
 one, size = np.zeros(1, np.int64), np.array([1 << 22])
 sources = Sources(np.array([0, 1]), np.array([-1]), np.array([data.ctypes.data], np.uint64), size, one, one)
 link = {link}
-engine = Engine(sources, np.array([room.ctypes.data], np.uint64), np.array([1 << 22]), complete, link=link,
-                chunk_bytes=1 << 16, owner=(data, room))
+engine = Engine(sources, np.array([buffer.ctypes.data], np.uint64), np.array([1 << 22]), complete, link=link,
+                chunk_bytes=1 << 16, owner=(data, buffer))
 engine.submit(fetch=np.array([[0, 0, 1]], np.int32),
               prefetch=np.array([[0, 1, 1]], np.int32), priority=np.ones(1, np.float32))
 def wait():
@@ -185,7 +185,7 @@ def wait():
     "end",
     [
         "",
-        "del data, room, complete",
+        "del data, buffer, complete",
         "sys.keep = engine",
         "if os.fork() == 0: sys.exit(0)\nassert os.wait()[1] == 0",
         "threading.Thread(target=wait, daemon=True).start()",

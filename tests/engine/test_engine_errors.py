@@ -66,14 +66,14 @@ def test_an_error_at_any_chunk_reaches_the_waiter_and_the_next_call_works(number
     inner = ThrottledLink(HostLink(), 1e9) if throttled else HostLink()
     world = simple(2, 5000, 2, link=FaultyLink(inner, fail_at=number, error=errno.EIO), chunk_bytes=1000)
     with world.engine:
-        (tenancy,) = world.fetch((0, 0))
+        (job,) = world.fetch((0, 0))
         with pytest.raises(TransferError) as caught:
-            world.wait_any([tenancy])
+            world.wait_any([job])
         assert caught.value.errno == errno.EIO
         assert caught.value.__cause__.errno == errno.EIO
         assert world.complete[0] == -1
-        world.raise_(0, tenancy)
-        world.wait_all([tenancy])
+        world.raise_(0, job)
+        world.wait_all([job])
         assert world.holds(0, 0)
         world.wait_all(world.fetch((1, 0)))
         assert world.holds(0, 1)
@@ -84,9 +84,9 @@ def test_a_link_can_fail_again_every_so_many_chunks() -> None:
     world = simple(12, 100, 12, link=FaultyLink(HostLink(), fail_at=2, fail_every=5))
     with world.engine:
         for number in range(12):
-            (tenancy,) = world.fetch((number, number))
+            (job,) = world.fetch((number, number))
             try:
-                world.wait_all([tenancy])
+                world.wait_all([job])
             except TransferError:
                 assert number in (1, 6, 11)
         assert settle(world)["failed"] == 3
@@ -95,24 +95,24 @@ def test_a_link_can_fail_again_every_so_many_chunks() -> None:
 def test_a_failed_prefetch_is_only_counted() -> None:
     world = simple(2, 100, 2, link=FaultyLink(HostLink(), fail_at=1))
     with world.engine:
-        (tenancy,) = world.prefetch((0, 0, 1.0))
+        (job,) = world.prefetch((0, 0, 1.0))
         assert settle(world)["failed"] == 1
         assert world.complete[0] == -1
-        world.raise_(0, tenancy)
-        world.wait_all([tenancy])
+        world.raise_(0, job)
+        world.wait_all([job])
         assert world.holds(0, 0)
 
 
 def test_one_that_is_there_is_returned_before_one_that_failed() -> None:
     world = simple(2, 100, 2, link=FaultyLink(HostLink(), fail_at=1))
     with world.engine:
-        tenancies = world.fetch((0, 0))
+        jobs = world.fetch((0, 0))
         world.engine.drain(WAIT)
-        tenancies += world.fetch((1, 1))
+        jobs += world.fetch((1, 1))
         world.engine.drain(WAIT)
-        assert world.wait_any(tenancies) == 1
+        assert world.wait_any(jobs) == 1
         with pytest.raises(TransferError) as caught:
-            world.wait_all(tenancies)
+            world.wait_all(jobs)
         assert caught.value.position == 0
 
 

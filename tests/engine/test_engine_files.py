@@ -46,7 +46,7 @@ def test_every_size_alignment_and_region_arrives_byte_for_byte(tmp_path: Path, p
         for source in range(6):
             assert world.holds(source + 1, source)
             assert world.untouched_between(source + 1, source)
-        assert all((room[0] == 0xEE).all() for room in world.rooms)
+        assert all((buffer[0] == 0xEE).all() for buffer in world.regions)
         counters = world.engine.counters()
     assert counters["bytes_demand"] == sum(sum(lengths) for lengths in sizes)
     assert counters["jobs_demand"] == 6
@@ -84,7 +84,7 @@ def test_blocks_read_into_place_and_what_lies_around_them(tmp_path: Path, shift:
             at += length
     link = FaultyLink(FileLink(), short_read=short)
     options = {"link": link, "chunk_bytes": 1 << 18}
-    world = World(parts, [1 << 20, 1 << 18], 4, tmp_path, lead=shift, options=options, room=paged_room)
+    world = World(parts, [1 << 20, 1 << 18], 4, tmp_path, lead=shift, options=options, allocate=paged_memory)
     with world.engine:
         for turn in range(2):
             world.wait_all(world.fetch(*((source, (source + turn) % 4) for source in range(4))))
@@ -94,7 +94,7 @@ def test_blocks_read_into_place_and_what_lies_around_them(tmp_path: Path, shift:
                 assert all(world.untouched_between(source, source) for source in range(4))
 
 
-def paged_room(slots: int, stride: int) -> NDArray[np.uint8]:
+def paged_memory(slots: int, stride: int) -> NDArray[np.uint8]:
     """A region that begins with a page."""
     memory = np.full(slots * stride + 4096, POISON, np.uint8)
     start = -memory.ctypes.data % 4096

@@ -1,4 +1,4 @@
-"""The links that stand in for others: limited ones, and the faults that only some of them can have."""
+"""Links around another: limited ones, and the faults that only some of them can have."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def test_jitter_changes_neither_bytes_nor_order() -> None:
     link = ThrottledLink(HostLink(), 1e8, latency_s=1e-4, jitter_s=2e-3, seed=7)
     world = simple(12, 5000, 12, link=link, chunk_bytes=1000, window_bytes=20_000)
     with world.engine:
-        tenancies = world.fetch(*((source, source) for source in range(12)))
-        assert order_of_completion(world, tenancies) == list(range(12))
+        jobs = world.fetch(*((source, source) for source in range(12)))
+        assert order_of_completion(world, jobs) == list(range(12))
         assert all(world.holds(slot, slot) for slot in range(12))
 
 

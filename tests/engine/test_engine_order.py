@@ -30,10 +30,10 @@ def test_demand_behind_a_full_prefetch_queue_waits_for_the_window_only() -> None
         world.prefetch(*((source, source, 1.0) for source in range(19)))
         held_back(world, 5)
         before = link.chunks
-        tenancy = world.fetch((19, 19))
+        job = world.fetch((19, 19))
         # Nothing of the wrong prefetches starts between the submission and the demand's own ten chunks.
         between = world.engine.counters()
-        world.wait_all(tenancy)
+        world.wait_all(job)
         after = world.engine.counters()
         assert world.holds(19, 19)
         assert after["bytes_demand"] == 10 * chunk
@@ -67,12 +67,12 @@ def test_demand_joins_a_prefetch_in_flight(throttled: bool) -> None:
     link = FaultyLink(inner, delay_s=0.002)
     world = simple(1, 20_000, 1, link=link, chunk_bytes=1000)
     with world.engine:
-        (tenancy,) = world.prefetch((0, 0, 1.0))
+        (job,) = world.prefetch((0, 0, 1.0))
         held_back(world, 3)
-        world.raise_(0, tenancy)
-        world.raise_(0, tenancy)
-        world.wait_all([tenancy])
-        world.raise_(0, tenancy)
+        world.raise_(0, job)
+        world.raise_(0, job)
+        world.wait_all([job])
+        world.raise_(0, job)
         counters = settle(world)
     assert world.holds(0, 0)
     assert link.chunks == 20
@@ -83,40 +83,40 @@ def test_demand_joins_a_prefetch_in_flight(throttled: bool) -> None:
 def test_a_queued_prefetch_that_is_raised_leaves_the_prefetch_queue() -> None:
     world = simple(5, 1000, 5, link=FaultyLink(ThrottledLink(HostLink(), 1e5)), window_bytes=1)
     with world.engine:
-        tenancies = world.prefetch(*((source, source, -float(source)) for source in range(5)))
+        jobs = world.prefetch(*((source, source, -float(source)) for source in range(5)))
         held_back(world, 1)
-        world.raise_(4, tenancies[4])
-        assert order_of_completion(world, tenancies) == [0, 4, 1, 2, 3]
+        world.raise_(4, jobs[4])
+        assert order_of_completion(world, jobs) == [0, 4, 1, 2, 3]
         assert settle(world)["joined"] == 1
 
 
 def test_a_prefetch_asked_for_again_takes_the_new_priority() -> None:
     world = simple(4, 1000, 4, link=FaultyLink(ThrottledLink(HostLink(), 1e5)), window_bytes=1)
     with world.engine:
-        tenancies = world.prefetch((0, 0, 9.0), (1, 1, 3.0), (2, 2, 2.0), (3, 3, 1.0))
+        jobs = world.prefetch((0, 0, 9.0), (1, 1, 3.0), (2, 2, 2.0), (3, 3, 1.0))
         held_back(world, 1)
-        rows = np.array([[3, *tenancies[3]], [1, *tenancies[1]]], np.int32)
+        rows = np.array([[3, *jobs[3]], [1, *jobs[1]]], np.int32)
         world.engine.submit(prefetch=rows, priority=np.array([8.0, 0.5], np.float32))
-        assert order_of_completion(world, tenancies) == [0, 3, 2, 1]
+        assert order_of_completion(world, jobs) == [0, 3, 2, 1]
 
 
 @pytest.mark.parametrize("throttled", [False, True])
-def test_a_prefetch_dropped_in_flight_never_mixes_with_the_slots_next_tenant(throttled: bool) -> None:
+def test_a_prefetch_dropped_in_flight_never_mixes_with_the_slots_next_occupant(throttled: bool) -> None:
     inner = ThrottledLink(HostLink(), 3e6, 0.003) if throttled else HostLink()
     link = FaultyLink(inner, delay_s=0.001)
     world = simple(3, 20_000, 2, link=link, chunk_bytes=1000, window_bytes=4000)
     with world.engine:
         for turn in range(6):
             seen = link.chunks
-            (tenancy,) = world.prefetch((turn % 2, 0, 1.0))
+            (job,) = world.prefetch((turn % 2, 0, 1.0))
             held_back(world, seen + 3)
             if turn % 3 == 0:
-                world.drop(tenancy)
-            assert world.complete[0] != tenancy[1]
+                world.drop(job)
+            assert world.complete[0] != job[1]
             world.wait_all(world.fetch((2, 0)))
             assert world.holds(0, 2)
             with pytest.raises(TransferError, match="dropped"):
-                world.wait_any([tenancy])
+                world.wait_any([job])
         counters = settle(world)
         assert world.holds(0, 2)
     assert counters["prefetch_cancelled"] == 6
@@ -128,14 +128,14 @@ def test_a_queued_prefetch_is_dropped_without_moving_a_byte() -> None:
     link = FaultyLink(ThrottledLink(HostLink(), 1e6))
     world = simple(3, 10_000, 3, link=link, window_bytes=1)
     with world.engine:
-        tenancies = world.prefetch((0, 0, 2.0), (1, 1, 1.0), (2, 2, 0.0))
+        jobs = world.prefetch((0, 0, 2.0), (1, 1, 1.0), (2, 2, 0.0))
         held_back(world, 1)
-        world.drop(tenancies[1])
+        world.drop(jobs[1])
         counters = settle(world)
         assert link.chunks == 2
         assert (counters["prefetch_dropped"], counters["prefetch_cancelled"]) == (1, 0)
         assert world.complete.tolist() == [1, 0, 1]
-        assert (world.rooms[0][1] == 0xEE).all()
+        assert (world.regions[0][1] == 0xEE).all()
 
 
 def test_generations_that_came_late_are_ignored() -> None:

@@ -34,9 +34,9 @@ def test_a_waiting_caller_and_the_thread_share_the_chunks_of_one_job() -> None:
     link = FaultyLink(HostLink())
     world = simple(2, 20_000_000, 2, link=link, chunk_bytes=1000)
     with world.engine:
-        (tenancy,) = world.fetch((1, 1))
+        (job,) = world.fetch((1, 1))
         held_back(world, 2)  # the thread has begun
-        world.wait_all([tenancy])
+        world.wait_all([job])
         assert world.holds(1, 1)
         counters = settle(world)
     assert 0 < counters["helped"] < link.chunks
@@ -48,11 +48,11 @@ def test_a_read_that_hangs_does_not_hold_the_caller(tmp_path: Path) -> None:
     link = FaultyLink(FileLink(), stall_at=1)
     world = simple(2, 40 * 4096, 2, folder=tmp_path, link=link, chunk_bytes=4096)
     with world.engine:
-        (tenancy,) = world.fetch((1, 1))
+        (job,) = world.fetch((1, 1))
         with pytest.raises(TransferError, match=r"not complete after 0\.05 s"):
-            world.wait_all([tenancy], 0.05)
+            world.wait_all([job], 0.05)
         link.release()
-        world.wait_all([tenancy])
+        world.wait_all([job])
         assert world.holds(1, 1)
         assert settle(world)["helped"] == 0
 
@@ -145,11 +145,11 @@ def test_the_report_says_what_is_on_an_asynchronous_link() -> None:
 def test_a_timeout_that_is_not_a_number_is_refused() -> None:
     world = simple(1, 1000, 1, link=FaultyLink(HostLink(), stall_at=1))
     with world.engine:
-        tenancies = world.prefetch((0, 0, 1.0))
+        jobs = world.prefetch((0, 0, 1.0))
         nan = float("nan")
         for call in (
-            lambda: world.wait_all(tenancies, nan),
-            lambda: world.wait_any(tenancies, nan),
+            lambda: world.wait_all(jobs, nan),
+            lambda: world.wait_any(jobs, nan),
             lambda: world.engine.drain(nan),
             lambda: world.engine.pause(nan),
         ):
@@ -157,7 +157,7 @@ def test_a_timeout_that_is_not_a_number_is_refused() -> None:
                 call()
         assert "paused" not in world.engine.describe()
         world.options["link"].release()
-        world.wait_all(tenancies, float("inf"))
+        world.wait_all(jobs, float("inf"))
 
 
 @pytest.mark.parametrize("kind", ["host", "throttled"])
@@ -174,10 +174,10 @@ def test_many_threads_wait_at_once(kind: str) -> None:
             for _ in range(150):
                 pairs = [(int(rng.integers(32)), slot) for slot in mine]
                 world.prefetch(*((int(rng.integers(32)), slot, 1.0) for slot in mine))
-                tenancies = world.fetch(*pairs)
-                while tenancies:
-                    position = world.wait_any(tenancies)
-                    slot, _ = tenancies.pop(position)
+                jobs = world.fetch(*pairs)
+                while jobs:
+                    position = world.wait_any(jobs)
+                    slot, _ = jobs.pop(position)
                     assert world.holds(*next((s, source) for source, s in pairs if s == slot))
         except BaseException as error:
             errors.append(error)
@@ -196,11 +196,11 @@ def test_many_threads_wait_at_once(kind: str) -> None:
 def test_several_threads_may_wait_for_the_same_copy() -> None:
     world = simple(1, 4000, 1, link=ThrottledLink(HostLink(), 1e5))
     with world.engine:
-        tenancies = world.fetch((0, 0))
+        jobs = world.fetch((0, 0))
         seen: list[bool] = []
 
         def work() -> None:
-            world.wait_all(tenancies)
+            world.wait_all(jobs)
             seen.append(world.holds(0, 0))
 
         workers = [threading.Thread(target=work) for _ in range(4)]
@@ -215,9 +215,9 @@ def test_two_engines_are_independent(tmp_path: Path) -> None:
     one = simple(4, 6000, 4, folder=tmp_path)
     other = World(equal_parts(4, 6000, seed=9), [6000], 4)
     with one.engine, other.engine:
-        tenancies = one.fetch((0, 0), (1, 1)), other.fetch((2, 0), (3, 1))
-        one.wait_all(tenancies[0])
-        other.wait_all(tenancies[1])
+        jobs = one.fetch((0, 0), (1, 1)), other.fetch((2, 0), (3, 1))
+        one.wait_all(jobs[0])
+        other.wait_all(jobs[1])
         assert one.holds(0, 0)
         assert other.holds(0, 2)
         one.engine.close()
