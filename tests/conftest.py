@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from cache_helpers import make_bank
 
 import moecache
-from moecache import Request
+from moecache import ExpertBank, Request
+
+
+@pytest.fixture
+def bank() -> Iterator[ExpertBank]:
+    """Two layers of eight experts that differ in every number."""
+    with make_bank() as bank:
+        yield bank
 
 
 @pytest.fixture

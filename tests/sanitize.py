@@ -31,12 +31,13 @@ class Sanitizer(NamedTuple):
     chosen: str = ""
 
 
-_MEMORY = ("engine", "fuzz", "soak", "test_bank", "test_cache", "test_core", "test_core_forecast", "test_cuda", "test_cuda_cache",
-           "test_cuda_memory", "test_failure_kinds", "test_forecaster", "test_given_back", "test_hazard", "test_history",
-           "test_match_loops", "test_resize", "test_slots", "test_threads")  # fmt: skip
+# Patterns of files and folders in tests/.
+_MEMORY = ("engine", "fuzz", "soak", "test_bank.py", "test_cache_*.py", "test_core*.py", "test_cuda*.py", "test_failure_kinds.py",
+           "test_forecaster.py", "test_given_back.py", "test_hazard.py", "test_history.py", "test_match_loops.py",
+           "test_resize.py", "test_slots.py", "test_threads.py")  # fmt: skip
 # Tests that read the sources beside the modules, and those that count files, of which the runtimes make some.
 _ELSEWHERE = "not signatures and not killed_process"
-_RACES = ("engine", "test_threads", "test_cuda", "test_failure_kinds", "test_resize")
+_RACES = ("engine", "test_threads.py", "test_cuda_*.py", "test_failure_kinds.py", "test_resize.py")
 
 SANITIZERS = {
     "address": Sanitizer(
@@ -101,7 +102,7 @@ def run(kind: str, library: Path, arguments: list[str]) -> int:
         "MOECACHE_INTERRUPTS": "300",
     }
     tests = arguments if any(not a.startswith("-") and Path(a.split("::")[0]).exists() for a in arguments) else [
-        *(str(path.relative_to(ROOT)) for name in sanitizer.tests for path in (ROOT / "tests").glob(f"{name}*") if path.stem == name),
+        *(str(path.relative_to(ROOT)) for pattern in sanitizer.tests for path in sorted((ROOT / "tests").glob(pattern))),
         *arguments,
     ]  # fmt: skip
     # The runtimes want memory where address space layout randomization may have put something else.

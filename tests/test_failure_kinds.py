@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cache_helpers import check, make_bank, run
 from reference_core import call_route, run_step
-from test_cache import check, make_bank, run
 from test_threads import filled_store
 
 import moecache

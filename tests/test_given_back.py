@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_cache import make_bank, run
+from cache_helpers import make_bank, run
 
 from moecache import CacheOptions, ExpertBank, ExpertCache
 from moecache._engine import FaultyLink, HostLink

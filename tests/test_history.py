@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cache_helpers import make_bank
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_core import SETTINGS, HistoryReference
 from safetensors.numpy import load_file, save_file
-from test_cache import make_bank
 
 from moecache import Fingerprint, History, history
 from moecache.errors import HistoryFormatError

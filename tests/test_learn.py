@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_cache import make_bank
+from cache_helpers import make_bank
 from test_lab_fit import RAGGED, SMALL, follows
 
 from moecache import CacheOptions, ExpertBank, ExpertCache, History, Request, learning

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from cache_helpers import make_bank, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_core import SETTINGS, call_route, run_step
-from test_cache import make_bank, run
 from test_core import id_rows, make_core
 
 from moecache import ExpertCache, policy

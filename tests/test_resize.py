@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from cache_helpers import check, make_bank, run
 from safetensors.torch import save_file
-from test_cache import check, make_bank, run
 
 import moecache.runtime
 from moecache import CacheOptions, ExpertBank, ExpertCache, Request
 from moecache._engine import HostLink, ThrottledLink
 from moecache.errors import CapacityError, ClosedError, LeaseError, MoeCacheError, TransferError
-
-
-@pytest.fixture
-def bank() -> Iterator[ExpertBank]:
-    with make_bank() as bank:
-        yield bank
 
 
 def hits(request: Request, layer: int, ids: Any) -> int:

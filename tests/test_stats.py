@@ -7,7 +7,7 @@ import json
 import re
 
 import pytest
-from test_cache import make_bank, run
+from cache_helpers import make_bank, run
 
 from moecache import ExpertCache, Stats
 from moecache.stats import PrometheusCollector

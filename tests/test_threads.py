@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cache_helpers import make_bank
 from reference_core import HistoryReference, call_match, call_route, run_step
-from test_cache import make_bank
 
 from moecache import CacheOptions, ExpertCache, History
 from moecache._core import Core, HistoryStore, RequestState
