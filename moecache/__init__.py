@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from . import errors
 from .bank import ExpertBank, Layout
 from .cache import ExpertCache
+from .fingerprint import Fingerprint
 from .forecaster import Forecaster
-from .history import Fingerprint, History
+from .history import History
 from .lease import Lease
 from .options import CacheOptions
 from .request import Request

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from ._engine import Sources
 from .checkpoint import CheckpointIndex, TensorFiles
 from .errors import CheckpointError, ClosedError, CopyError, RoutingError
 from .layout import PRESETS, LayerSource, Layout
@@ -27,7 +28,6 @@ from .stamp import check_unchanged
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from ._engine import Sources
     from .page_lock import PageLock
 
 __all__ = ["PRESETS", "ExpertBank", "Layout", "ParamSpec"]
@@ -218,8 +218,6 @@ class ExpertBank:
         CheckpointError
             A file of the checkpoint has changed since its header was read.
         """
-        from ._engine import Sources
-
         self.check_unchanged()
         file, source, owner, nbytes, region, offset, counts = [], [], [], [], [], [], []
         for layer, params in enumerate(self._pieces):

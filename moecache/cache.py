@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -19,25 +17,22 @@ from ._engine import Engine
 from .bank import ExpertBank
 from .capacity import nbytes_of, slots_for
 from .cuda import CudaCopies, numbered
-from .errors import ClosedError, LeaseError, RoutingError, TransferError, refuse_copy
-from .history import Fingerprint, History
+from .errors import RoutingError, refuse_copy
+from .history import History
 from .memory import untouched_nbytes
 from .options import CacheOptions
 from .persistence import CacheFiles
 from .policy import Score, resolve
 from .pool import Pool
+from .recorder import RecordedModel, Recorder
 from .request import Request
 from .runtime import Runtime, Setup
+from .state import CacheState
 from .stats import Stats
-
-if TYPE_CHECKING:
-    from .lab.record import Recorder
 
 __all__ = ["ExpertCache"]
 
 logger = logging.getLogger("moecache")
-
-_SLICE_S = 0.05  # how late a wait looks again, should it miss an event
 
 
 class ExpertCache:
@@ -107,7 +102,6 @@ class ExpertCache:
         self.num_experts = tuple(bank.num_experts)
         self.top_k = top_k
         self._reserve = nbytes_of(options.reserve or 0)
-        self.timeout = timeout
         self._padding_id = -1 if options.padding_id is None else options.padding_id
         if 0 <= self._padding_id < max(self.num_experts):
             raise RoutingError(
@@ -115,13 +109,10 @@ class ExpertCache:
             )
         self._policy = resolve(policy)
         slots = self._slots_for(capacity)
-        self._files = CacheFiles(history, Fingerprint.of(bank, top_k), learn, self._policy.name, options)
+        self._files = CacheFiles(
+            history, RecordedModel.of(bank, top_k, self._padding_id), learn, self._policy.name, options
+        )
         self.history, self._learner = self._files.history, self._files.learner
-        self.closed = False
-        self._resizing = threading.Lock()
-        self._resizer = 0  # the thread that holds it
-        self._process = os.getpid()
-        self._recorder: Recorder | None = None
         setup = Setup(
             bank=bank,
             history=self.history,
@@ -132,11 +123,12 @@ class ExpertCache:
             options=options,
         )
         try:
-            self._runtime = Runtime(setup, Pool(bank.kinds, slots, self.device))
+            runtime = Runtime(setup, Pool(bank.kinds, slots, self.device))
         except BaseException:
             self._files.abandon()
             raise
-        self._say_if_small()
+        self._state = CacheState(runtime, self._files, self._padding_id, timeout)
+        self._warn_if_small()
         self._files.watch(self)
 
     def _slots_for(self, capacity: int | float | str, runtime: Runtime | None = None) -> tuple[int, ...]:
@@ -154,52 +146,37 @@ class ExpertCache:
             )
         return slots_for(capacity, self.bank.kinds, per_kind, self.device, self.top_k, reserve=reserve, held=held)
 
-    # What it runs on. A resize replaces it; whoever holds the old one is led to the new one.
+    @property
+    def closed(self) -> bool:
+        return self._state.closed
 
-    def _current(self) -> Runtime:
-        while (successor := self._runtime.core.successor) is not None:
-            self._runtime = successor
-        return self._runtime
-
-    def _follow(self, since: float) -> None:
-        # For a call that the core refused: go to the core that took its place, or wait until a resize is over.
-        core = self._runtime.core
-        if self._current().core is not core or core.closed:
-            return
-        if os.getpid() != self._process:
-            raise ClosedError(
-                "the cache belongs to the parent process, which was resizing it; make a new one in the child"
-            )
-        seen = core.event
-        if core.frozen:
-            core.wait_event(seen, _SLICE_S)
-        elif core.worn:
-            self._replace(None)
-        if time.monotonic() - since > self.timeout:
-            raise LeaseError(f"a resize has held this call up for more than {self.timeout:g} s (timeout)")
+    @property
+    def timeout(self) -> float:
+        """Seconds after which a wait is an error."""
+        return self._state.timeout
 
     @property
     def _core(self) -> Core:
-        return self._current().core
+        return self._state.current().core
 
     @property
     def _engine(self) -> Engine:
-        return self._current().engine
+        return self._state.current().engine
 
     @property
     def _copies(self) -> CudaCopies | None:
-        return self._current().copies
+        return self._state.current().copies
 
     @property
     def pool(self) -> Pool:
         """The slots, as they are now."""
-        return self._current().pool
+        return self._state.current().pool
 
     @property
     def capacity(self) -> int:
         return sum(self.pool.slots)
 
-    def _say_if_small(self) -> None:
+    def _warn_if_small(self) -> None:
         one_token = (self.top_k or 1) * len(self.num_experts)
         if self.capacity < one_token:
             nbytes = (self.top_k or 1) * sum(self.bank.expert_nbytes(layer) for layer in range(len(self.num_experts)))
@@ -233,7 +210,7 @@ class ExpertCache:
         return {self._core.locate(int(gid)) for gid in self._core.resident()}
 
     def request(self) -> Request:
-        """Start a request: one prompt and its answer. Close it, or use it as a context manager.
+        """Start a request: one prompt and its completion. Close it, or use it as a context manager.
 
         Raises
         ------
@@ -241,15 +218,15 @@ class ExpertCache:
         CheckpointError
             A file that experts in memory are mapped from has been written to.
         """
-        self._check_open()
+        self._state.check_open()
         self.bank.check_mapped()
         if self._learner is not None:
             self._learner.between_requests()
-        return Request(self)
+        return Request(self, self._state)
 
     def stats(self) -> Stats:
         """Counters since the start or the last :meth:`reset_stats`."""
-        runtime = self._current()
+        runtime = self._state.current()
         core: dict[str, Any] = runtime.core.counters()
         seconds: dict[str, Any] = {
             name[:-3] + "_s": core.pop(name) / 1e9 for name in list(core) if name.endswith("_ns")
@@ -287,8 +264,8 @@ class ExpertCache:
         ------
         ClosedError
         """
-        self._check_open()
-        self._current().reset_counters()
+        self._state.check_open()
+        self._state.current().reset_counters()
         if self._learner is not None:
             self._learner.fits = self._learner.fits_failed = 0
 
@@ -307,9 +284,8 @@ class ExpertCache:
         ------
         ClosedError
         """
-        self._check_open()
-        self._recorder = self._files.record(self, path, model)
-        return self._recorder
+        self._state.check_open()
+        return self._files.record(path, model)
 
     def resize(self, capacity: int | float | str) -> None:
         """Change the number of slots; the experts most wanted stay.
@@ -329,56 +305,10 @@ class ExpertCache:
             What moves did not land before the timeout, or new I/O threads could not be started; it is as it was.
         ClosedError
         """
-        self._check_open()
+        self._state.check_open()
         if self._copies is not None:
             self._copies.check("resize() was called")
-        self._replace(self._slots_for(capacity, self._current()))
-
-    def _replace(self, slots: tuple[int, ...] | None) -> None:
-        # None: as many as there are.
-        self._check_not_resizing("resize()")
-        with self._resizing:
-            self._resizer = threading.get_ident()
-            try:
-                self._swap(self.pool.slots if slots is None else slots)
-            finally:
-                self._resizer = 0
-
-    def _check_not_resizing(self, what: str) -> None:
-        # As from a signal handler: the lock would never come.
-        if self._resizer == threading.get_ident():
-            raise LeaseError(f"{what} inside a resize() of the same thread; let that end first")
-
-    def _swap(self, slots: tuple[int, ...]) -> None:
-        runtime = self._current()
-        core = runtime.core
-        if slots == runtime.pool.slots and not core.worn:
-            return
-        if core.open_here():
-            raise LeaseError("resize() while a lease is open: leave the `with request.route(...)` block first")
-        began = time.monotonic()
-        try:
-            core.freeze()
-            while True:
-                seen, running = core.event, core.open_count()
-                if not running:
-                    break
-                if time.monotonic() - began > self.timeout:
-                    raise LeaseError(
-                        f"{running} leases of other threads did not end within {self.timeout:g} s (timeout)"
-                    )
-                core.wait_event(seen, _SLICE_S)
-            self._check_open()
-            runtime.engine.drain(self.timeout)
-            self._runtime = runtime.replaced(slots)
-        except OSError as error:
-            if isinstance(error, TransferError):
-                raise
-            raise TransferError(error.errno, f"the cache keeps its size: {error.strerror}", error.filename) from error
-        finally:
-            core.thaw()
-            if core.closed:
-                runtime.drop_slots()
+        self._state.replace(self._slots_for(capacity, self._state.current()))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -395,10 +325,8 @@ class ExpertCache:
             This thread is in the middle of a resize.
         ClosedError
         """
-        self._check_open()
-        self._check_not_resizing("paused()")
-        with self._resizing:
-            pause = self._engine.hold(self.timeout)
+        self._state.check_open()
+        pause = self._state.hold_copies()
         try:
             yield
         finally:
@@ -409,20 +337,7 @@ class ExpertCache:
 
         A second call does nothing.
         """
-        if self.closed:
-            self._files.close()
-            return
-        self._files.ending()
-        self.closed = True
-        try:
-            while True:
-                # A resize that takes place between the look and the call leaves another runtime to be closed.
-                runtime = self._current()
-                runtime.close()
-                if runtime.core.successor is None:
-                    break
-        finally:
-            self._files.close()
+        self._state.close()
 
     def __enter__(self) -> ExpertCache:
         return self
@@ -438,7 +353,3 @@ class ExpertCache:
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.capacity} of {sum(self.num_experts)} experts on {self.device}"
         return f"<ExpertCache {state}, {self.policy}, bank on {self.bank.location}>"
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise ClosedError("this cache is closed; make a new one")

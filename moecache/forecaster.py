@@ -15,7 +15,7 @@ from .errors import ForecasterError
 from .tensorfile import brief
 
 if TYPE_CHECKING:
-    from .history import Fingerprint
+    from .fingerprint import Fingerprint
 
 __all__ = ["HORIZONS", "Forecaster", "wait_beyond"]
 

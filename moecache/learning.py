@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 from .errors import HistoryFormatError, LearnError, MoeCacheError, TraceFormatError
 from .files import Apart
 from .history import History
+from .recorder import RecordedModel, Recorder, Routed
+from .spill import SUFFIX, recover
+from .trace import Trace, check_same_model
 
 if TYPE_CHECKING:
     import torch
 
-    from .cache import ExpertCache
-    from .lab.record import Recorder
-    from .request import Request
 
 __all__ = ["LOG_TOKENS", "Learner"]
 
@@ -57,6 +57,8 @@ class Learner:
         Made if need be; used by one cache at a time.
     history : History
         Gets the weights. One that has none takes those of an earlier run in this folder.
+    model : RecordedModel
+        Whose routing it is.
 
     Raises
     ------
@@ -66,11 +68,8 @@ class Learner:
         What lies there is of another model. What is damaged is set aside.
     """
 
-    def __init__(self, folder: Path, history: History) -> None:
-        # Nothing is imported later on, where a signal handler may have interrupted another import (files.Apart).
-        from .lab import record, spill, trace  # noqa: F401
-
-        self.folder, self.history = Path(os.path.abspath(folder)), history
+    def __init__(self, folder: Path, history: History, model: RecordedModel) -> None:
+        self.folder, self.history, self._model = Path(os.path.abspath(folder)), history, model
         self.fits = self.fits_failed = 0
         self.closed = False
         self._apart = Apart()  # of the folder: the log's parts and the fit
@@ -105,12 +104,10 @@ class Learner:
 
     def _read_parts(self) -> dict[Path, tuple[int, int]]:
         # Tokens and requests of each, the oldest first.
-        from .lab.trace import check_same_model, read_trace
-
         parts = {}
         for path in sorted(self.folder.glob("log-*.safetensors")):
             try:
-                trace = read_trace(path)
+                trace = Trace.load(path)
             except TraceFormatError as error:
                 self._set_aside(path, error)
                 continue
@@ -120,8 +117,6 @@ class Learner:
 
     def _rescue(self) -> None:
         # What a killed process has left: nobody else writes here.
-        from .lab.spill import SUFFIX, recover
-
         self._clear_inputs()
         for leftover in self.folder.glob("*.tmp"):
             leftover.unlink(missing_ok=True)
@@ -166,16 +161,16 @@ class Learner:
         return 0
 
     def step(
-        self, request: Request, layer: int, ids: torch.Tensor, decode: bool, token_mask: torch.Tensor | None
+        self, request: Routed, layer: int, ids: torch.Tensor, decode: bool, token_mask: torch.Tensor | None
     ) -> None:
-        """Take down one routed step, as :meth:`moecache.lab.record.Recorder.step` does."""
+        """Take down one routed step, as :meth:`moecache.recorder.Recorder.step` does."""
         if not self._recording:
             return
         error = None
         with self._lock:
             recorder = self._recorder
             if recorder is None:
-                recorder, error = self._open(request.cache)
+                recorder, error = self._open()
                 if self.closed and recorder is not None:  # by a signal handler, just now
                     recorder.seal()
                     recorder.discard()
@@ -218,11 +213,9 @@ class Learner:
         self._held.close()
         self._fit.disown()
 
-    def _open(self, cache: ExpertCache) -> tuple[Recorder | None, OSError | None]:
-        from .lab.record import Recorder
-
+    def _open(self) -> tuple[Recorder | None, OSError | None]:
         try:
-            self._recorder = Recorder(cache, self.folder / "log.safetensors")
+            self._recorder = Recorder(self._model, self.folder / "log.safetensors")
         except OSError as error:
             return None, error
         return self._recorder, None
@@ -444,7 +437,9 @@ def _last_line(path: Path) -> str:
         return str(error)
 
 
-def open_learner(learn: object, history: History, history_path: Path | None, policy: str) -> Learner | None:
+def open_learner(
+    learn: object, history: History, history_path: Path | None, policy: str, model: RecordedModel
+) -> Learner | None:
     """What ``ExpertCache(learn=...)`` asks for.
 
     Raises
@@ -459,7 +454,7 @@ def open_learner(learn: object, history: History, history_path: Path | None, pol
     if learn is not True:
         if not isinstance(learn, (str, os.PathLike)) or not os.fspath(learn):
             raise LearnError(f"learn is {learn!r}: expected True, or the name of a folder for the log")
-        return Learner(Path(learn), history)
+        return Learner(Path(learn), history, model)
     if history_path is None:
         raise LearnError("learn=True keeps its log next to the history's file: give history=PATH, or learn=FOLDER")
-    return Learner(history_path.with_name(f"{history_path.name}.learn"), history)
+    return Learner(history_path.with_name(f"{history_path.name}.learn"), history, model)

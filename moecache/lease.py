@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
 
 from ._core import Step
 from .errors import ClosedError, LeaseError, TransferError, refuse_copy
-
-if TYPE_CHECKING:
-    from .request import Request
-    from .runtime import Runtime
+from .runtime import Runtime
+from .state import SLICE_S, CacheState
 
 __all__ = ["DeviceLease", "Lease"]
 
 _FIRST_ROW = torch.zeros(1, dtype=torch.int64, device="cpu")
-_SLICE_S = 0.05  # how late a wait for a slot looks again, should it miss an event
 _NAMED = 8  # experts that an error names
 
 
@@ -38,10 +34,11 @@ class Lease:
         The pool of the layer; index it with the slots that :meth:`ready` yields.
     """
 
-    __slots__ = ("_at", "_core", "_first_slot", "_request", "_runtime", "_step", "_taken", "weights")
+    __slots__ = ("_at", "_core", "_first_slot", "_request", "_runtime", "_shared", "_step", "_taken", "weights")
 
-    def __init__(self, request: Request, runtime: Runtime, step: Step) -> None:
-        self._request, self._runtime, self._core, self._step = request, runtime, runtime.core, step
+    def __init__(self, request: object, shared: CacheState, runtime: Runtime, step: Step) -> None:
+        self._shared, self._runtime, self._core, self._step = shared, runtime, runtime.core, step
+        self._request = request  # which lives as long as its leases
         kind, tensors = runtime.setup.bank.layer_kind[step.layer], runtime.tensors
         if not tensors:
             raise ClosedError("this cache was closed while a step began")
@@ -154,7 +151,7 @@ class Lease:
             return
         began = time.perf_counter()
         try:
-            self._runtime.engine.wait_any(slots, generations, self._request.cache.timeout)
+            self._runtime.engine.wait_any(slots, generations, self._shared.timeout)
         except TransferError as error:
             at = getattr(error, "position", -1)
             if at < 0:
@@ -165,7 +162,7 @@ class Lease:
             self._waited(time.perf_counter() - began)
 
     def _wait_for_slot(self) -> None:
-        core, step, timeout = self._core, self._step, self._request.cache.timeout
+        core, step, timeout = self._core, self._step, self._shared.timeout
         began = time.perf_counter()
         try:
             while True:
@@ -175,17 +172,15 @@ class Lease:
                 others = core.held_elsewhere(step)
                 if core.retry(step):
                     break
-                if os.getpid() != self._request.cache._process:
-                    raise ClosedError("the cache belongs to the parent process; make a new one in the child")
+                self._shared.check_process()
                 if not others or time.perf_counter() - began > timeout:
                     raise self._no_slots(others)
-                core.wait_event(seen, _SLICE_S)
+                core.wait_event(seen, SLICE_S)
         finally:
             self._waited(time.perf_counter() - began, for_slot=True)
         self._submit()
 
     def _waited(self, seconds: float, *, for_slot: bool = False) -> None:
-        self._request._waited_s += seconds
         self._core.waited(self._step, seconds, for_slot)
 
     def _no_slots(self, others: bool) -> LeaseError:

@@ -8,7 +8,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,6 @@ from .cuda_runtime import ALREADY_REGISTERED, INVALID_VALUE, NOT_REGISTERED, SUC
 
 if TYPE_CHECKING:
     from ._engine import Sources
-    from .bank import ExpertBank
 
 __all__ = ["PageLock", "lock_pages", "lock_sources"]
 
@@ -244,7 +243,13 @@ def lock_pages(runtime: Runtime, ranges: Iterable[tuple[int, int]], **options: A
 _locking = threading.Lock()
 
 
-def lock_sources(sources: Sources, runtime: Runtime, bank: ExpertBank | None = None) -> PageLock:
+class Lockable(Protocol):
+    """What keeps the lock on its memory for all who use it: an :class:`moecache.ExpertBank`."""
+
+    page_lock: PageLock | None
+
+
+def lock_sources(sources: Sources, runtime: Runtime, bank: Lockable | None = None) -> PageLock:
     """The lock on the memory of some sources; that of a bank is shared by all caches over it, also across a resize."""
     with _locking:
         held = None if bank is None else bank.page_lock

@@ -1,5 +1,6 @@
-"""What a cache owes to files: its history, a recording, the log it learns from. Written while it runs, when it is closed or
-collected, when the interpreter ends and before a signal ends it.
+"""Saving what a cache owes to files: its history, a recording, the log it learns from.
+
+Written while it runs, when it is closed or collected, when the interpreter ends and before a signal ends it.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ import safetensors.numpy  # noqa: F401
 from ._core import OnlineWeights
 from .errors import HistoryFormatError
 from .files import Apart, FileLock, clear_leftovers, probe_folder, write_atomically
-from .history import Fingerprint, History, Snapshot
+from .fingerprint import Fingerprint
+from .history import History, Snapshot
 from .history_file import LEARNED
 from .learning import open_learner
+from .recorder import RecordedModel, Recorder, rescue
 
 if TYPE_CHECKING:
     from ._core import RequestState
-    from .cache import ExpertCache
-    from .lab.record import Recorder
     from .options import CacheOptions
 
 __all__ = ["CacheFiles", "HistoryFile"]
@@ -188,8 +189,8 @@ class CacheFiles:
     Parameters
     ----------
     history : History, path or None
-    fingerprint : Fingerprint
-        Of the cache's model.
+    model : RecordedModel
+        The cache's.
     learn : bool or path
     policy : str
         The cache's, for `learn`.
@@ -210,11 +211,12 @@ class CacheFiles:
     def __init__(
         self,
         history: History | str | os.PathLike[str] | None,
-        fingerprint: Fingerprint,
+        model: RecordedModel,
         learn: bool | str | os.PathLike[str],
         policy: str,
         options: CacheOptions,
     ) -> None:
+        self._model, fingerprint = model, model.fingerprint
         self._file: HistoryFile | None = None
         beside: Path | None = None
         if history is None:
@@ -225,7 +227,7 @@ class CacheFiles:
         else:
             self._file = HistoryFile(history, fingerprint, options.history_capacity)
             self.history, beside = self._file.history, Path(os.path.abspath(history))
-        self.learner = open_learner(learn, self.history, beside, policy)
+        self.learner = open_learner(learn, self.history, beside, policy, model)
         self.recorder: Recorder | None = None
         self._pause = None if options.autosave is None else min(float(options.autosave), threading.TIMEOUT_MAX)
         self._on_signals = options.save_on_signals
@@ -238,7 +240,7 @@ class CacheFiles:
         self._failing = ""
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
-    def watch(self, cache: ExpertCache) -> None:
+    def watch(self, cache: object) -> None:
         """Finish the files when the cache is collected, the interpreter ends or a signal ends it, without ``close()``."""
         self._finalizer = weakref.finalize(cache, self.finish)
         if self._file is not None or self.learner is not None:
@@ -251,13 +253,11 @@ class CacheFiles:
             if self._on_signals:
                 _take_signals()
 
-    def record(self, cache: ExpertCache, path: str | os.PathLike[str], model: str | None) -> Recorder:
+    def record(self, path: str | os.PathLike[str], name: str | None) -> Recorder:
         """Finish a recording under way and begin another."""
-        from .lab.record import Recorder, rescue
-
         if self.recorder is not None:
             self.recorder.close()
-        recorder = Recorder(cache, path, model)
+        recorder = Recorder(self._model, path, name)
         rescue(recorder.path)
         self.recorder = recorder
         self._register()
@@ -296,7 +296,7 @@ class CacheFiles:
         if self._over or self._file is None:
             return
         try:
-            said = self._apart.run(self._file.save)
+            said = self._apart.run(self._save_unless_over)
         except Exception as error:
             if self._failing != str(error) and not self._over:
                 self._failing = str(error)
@@ -305,6 +305,11 @@ class CacheFiles:
         self._failing = ""
         if said:
             logger.warning("%s", said)
+
+    def _save_unless_over(self) -> str | None:
+        # Looked at where no other piece of work is under way: `close` may have written the file for the last time meanwhile.
+        file = self._file
+        return None if self._over or file is None else file.save()
 
     def finish(self) -> None:
         """:meth:`close` for an end that nobody asked for: open requests are kept, and errors are said."""

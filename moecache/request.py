@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -13,11 +13,9 @@ from ._core import RequestState, Step
 from .errors import ClosedError, RoutingError, refuse_copy
 from .lease import DeviceLease, Lease
 from .router_output import ID_SIZE, UNSIGNED, check_token_mask, check_topk_weights, ids_on_cpu, signed
+from .runtime import Runtime
+from .state import CacheState
 from .stats import RequestStats
-
-if TYPE_CHECKING:
-    from .cache import ExpertCache
-    from .runtime import Runtime
 
 __all__ = ["Request"]
 
@@ -26,23 +24,29 @@ class Request:
     """One prompt and its answer: what it routes is counted, matched and, at its end, kept in the history.
 
     Made by :meth:`ExpertCache.request`. Used by one thread at a time; different requests may run in different threads.
+
+    Attributes
+    ----------
+    cache : ExpertCache
+        The cache that it was made by, which lives as long as its requests.
+    closed : bool
     """
 
-    def __init__(self, cache: ExpertCache) -> None:
-        self.cache = cache
+    def __init__(self, cache: Any, shared: CacheState) -> None:
+        self.cache, self._shared = cache, shared
         began = time.monotonic()
-        while (state := cache._runtime.core.begin_request()) is None:
-            cache._follow(began)
+        while (state := shared.runtime.core.begin_request()) is None:
+            shared.follow(began)
         self._state: RequestState = state
-        cache._files.begun(state)
+        shared.files.begun(state)
         self._decoded_at = 0.0
-        self._waited_s = 0.0
+        self._waited_before_ns = 0  # for bytes or a slot, up to the last step of the completion
         self.closed = False
 
     @property
     def counts(self) -> tuple[np.ndarray, ...]:
         """The activation matrix so far: for each layer an int64 array of tokens routed to each expert."""
-        return tuple(np.split(self._state.counts, np.cumsum(self.cache.num_experts)[:-1]))
+        return tuple(np.split(self._state.counts, np.cumsum(self._shared.runtime.setup.bank.num_experts)[:-1]))
 
     def stats(self) -> RequestStats:
         """What this request has asked of the cache so far; the sums over all requests are the cache's."""
@@ -92,13 +96,13 @@ class Request:
         CaptureError
             The current stream captures a CUDA graph.
         """
-        ids, cache, runtime = topk_ids, self.cache, self.cache._runtime
+        ids, cache, runtime = topk_ids, self._shared, self._shared.runtime
         if self.closed or cache.closed:
             raise ClosedError("this request is closed" if self.closed else "this cache is closed; make a new one")
         if runtime.copies is not None:
             runtime.copies.check(f"layer {layer}: experts were asked for")
         if type(ids) is not torch.Tensor or not ids.is_cpu:
-            ids = ids_on_cpu(ids, cache.device, layer)
+            ids = ids_on_cpu(ids, runtime.setup.device, layer)
         itemsize = ID_SIZE.get(ids.dtype)
         if itemsize is None and ids.dtype in UNSIGNED:
             ids, itemsize = signed(ids), 8
@@ -125,16 +129,17 @@ class Request:
             column_stride,
             decode,
             0 if mask is None else mask.data_ptr(),
-            cache._padding_id,
+            cache.padding_id,
         )
         if step is None:
             runtime, step = self._route_after_resize(layer, ids, itemsize, decode, mask)
-        lease = Lease(self, runtime, step) if runtime.copies is None else DeviceLease(self, runtime, step)
+        lease = Lease(self, cache, runtime, step) if runtime.copies is None else DeviceLease(self, cache, runtime, step)
+        files = cache.files
         try:
-            if cache._recorder is not None:
-                cache._recorder.step(self, layer, ids, step.decode, mask)
-            if cache._learner is not None:
-                cache._learner.step(self, layer, ids, step.decode, mask)
+            if files.recorder is not None:
+                files.recorder.step(self, layer, ids, step.decode, mask)
+            if files.learner is not None:
+                files.learner.step(self, layer, ids, step.decode, mask)
             if not step.plan.empty:
                 lease._submit()
         except BaseException:
@@ -145,11 +150,11 @@ class Request:
     def _route_after_resize(
         self, layer: int, ids: torch.Tensor, itemsize: int, decode: bool, mask: torch.Tensor | None
     ) -> tuple[Runtime, Step]:
-        cache, began = self.cache, time.monotonic()
+        cache, began = self._shared, time.monotonic()
         mask_address = 0 if mask is None else mask.data_ptr()
         while True:
-            cache._follow(began)
-            runtime, (tokens, k), (row, column) = cache._runtime, ids.shape, ids.stride()
+            cache.follow(began)
+            runtime, (tokens, k), (row, column) = cache.runtime, ids.shape, ids.stride()
             step = runtime.core.route(
                 self._state,
                 layer,
@@ -161,7 +166,7 @@ class Request:
                 column,
                 decode,
                 mask_address,
-                cache._padding_id,
+                cache.padding_id,
             )
             if step is not None:
                 return runtime, step
@@ -169,9 +174,11 @@ class Request:
     def _time(self, decode: bool) -> None:
         # From one step of the answer to the next, less what this request waited for bytes.
         now = time.perf_counter() if decode else 0.0
+        waited_ns = self._state.stall_ns + self._state.slot_wait_ns
         if decode and self._decoded_at:
-            self.cache._runtime.tell_pace(now - self._decoded_at - self._waited_s)
-        self._decoded_at, self._waited_s = now, 0.0
+            waited_s = (waited_ns - self._waited_before_ns) / 1e9
+            self._shared.runtime.report_pace(now - self._decoded_at - waited_s)
+        self._decoded_at, self._waited_before_ns = now, waited_ns
 
     def hint(self, layer: int, chances: torch.Tensor | np.ndarray) -> None:
         """Say what is known better of a coming layer, such as the model's own router on the hidden state of this one.
@@ -192,7 +199,7 @@ class Request:
             The layer or a number is out of range (NaN is), or the length is not the layer's. Nothing has changed.
         ClosedError
         """
-        cache = self.cache
+        cache = self._shared
         if self.closed or cache.closed:
             raise ClosedError("this request is closed" if self.closed else "this cache is closed; make a new one")
         if isinstance(chances, torch.Tensor):
@@ -200,7 +207,7 @@ class Request:
         array = np.ascontiguousarray(chances, np.float32)
         if array.ndim != 1:
             raise RoutingError(f"layer {layer}: chances have shape {array.shape}; expected [experts]")
-        cache._runtime.core.hint(self._state, layer, array)
+        cache.runtime.core.hint(self._state, layer, array)
 
     def close(self, keep: bool = True) -> None:
         """End the request and the leases it still has. With ``keep`` its activation matrix enters the history.
@@ -210,17 +217,16 @@ class Request:
         if self.closed:
             return
         self.closed = True
-        cache = self.cache
-        runtime = cache._runtime
+        cache, runtime = self._shared, self._shared.runtime
         if runtime.copies is not None and not cache.closed:
             pinned = runtime.core.pinned_by(self._state)
             if len(pinned):
                 runtime.copies.mark_readers(pinned)
         began = time.monotonic()
-        cache._files.ending(self._state)  # before it ends, lest a signal handler counts it a second time
-        while not cache._runtime.core.end_request(self._state, keep):
-            cache._follow(began)
-        cache._files.ended()
+        cache.files.ending(self._state)  # before it ends, lest a signal handler counts it a second time
+        while not cache.runtime.core.end_request(self._state, keep):
+            cache.follow(began)
+        cache.files.ended()
 
     def __enter__(self) -> Request:
         return self

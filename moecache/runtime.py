@@ -18,7 +18,6 @@ from .errors import ClosedError, refuse_copy
 from .pool import Pool
 
 if TYPE_CHECKING:
-    from ._engine import Sources
     from .bank import ExpertBank
     from .history import History
     from .options import CacheOptions
@@ -134,8 +133,8 @@ class Runtime:
         self.engine.reset_counters()
         self._before = {}
 
-    def tell_pace(self, layer_s: float) -> None:
-        """Tell the core, which has no clock, how long a step took and how fast copies are."""
+    def report_pace(self, layer_s: float) -> None:
+        """Report to the core, which has no clock, how long a step took and how fast copies are."""
         rate = self.engine.link_rate
         if rate > 0:
             expert = self._mean_expert_nbytes

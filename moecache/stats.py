@@ -1,15 +1,11 @@
-"""Counters, and what shows them."""
+"""The counters of a cache and of a request: what each means, rates of them, the table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import Any
 
-if TYPE_CHECKING:
-    from .cache import ExpertCache
-
-__all__ = ["PrometheusCollector", "RequestStats", "Stats"]
+__all__ = ["RequestStats", "Stats"]
 
 
 @dataclass(frozen=True)
@@ -131,37 +127,3 @@ def _bytes(n: float) -> str:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
         n /= 1000
     return f"{n:.2f} GB"
-
-
-class PrometheusCollector:
-    """A prometheus_client collector over one cache (extra ``metrics``).
-
-    >>> prometheus_client.REGISTRY.register(PrometheusCollector(cache))  # doctest: +SKIP
-    """
-
-    _GAUGES = (
-        "capacity_experts",
-        "resident_experts",
-        "resident_bytes",
-        "expert_bytes_total",
-        "host_locked_bytes",
-        "host_pageable_bytes",
-        "prefetch_pending",
-    )
-
-    def __init__(self, cache: ExpertCache, labels: dict[str, str] | None = None) -> None:
-        self._cache = cache
-        self._labels = dict(labels or {})
-
-    def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        stats = self._cache.stats()
-        for field in fields(stats):
-            value = getattr(stats, field.name)
-            if isinstance(value, tuple):
-                continue
-            family = GaugeMetricFamily if field.name in self._GAUGES else CounterMetricFamily
-            metric = family(f"moecache_{field.name}", field.name.replace("_", " "), labels=list(self._labels))
-            metric.add_metric(list(self._labels.values()), value)
-            yield metric

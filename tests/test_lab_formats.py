@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from moecache import Fingerprint, History
 from moecache.errors import HistoryFormatError, TraceFormatError
-from moecache.lab import Counts, Trace, read_trace, replay
+from moecache.lab import Counts, Trace, read_trace, replay, write_trace
 
 LAYERS, EXPERTS, TOP_K, TOKENS = 3, 8, 2, 6
 ROUTED = np.array(
@@ -156,8 +156,8 @@ def test_formats_that_are_not_read_say_what_to_do(name: str, message: str, tmp_p
     path = written(tmp_path / name, records())
     with pytest.raises(TraceFormatError, match=message):
         read_trace(path)
-    with pytest.raises(TraceFormatError, match="not written"):
-        Trace("a", ROUTED, REQUEST, ONES, (EXPERTS,) * LAYERS).save(tmp_path / name)
+    with pytest.raises(TraceFormatError, match="not saved"):
+        write_trace(Trace("a", ROUTED, REQUEST, ONES, (EXPERTS,) * LAYERS), tmp_path / name)
     with pytest.raises(TraceFormatError, match="token_id may be"):
         read_trace(written(tmp_path / "b.csv", ["token_id,layer,expert", "5,0,1"]))
 
@@ -196,7 +196,7 @@ def test_numpy_archives_of_plain_arrays(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".csv.gz"])
 def test_text_cut_at_a_token_s_end_is_noticed(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"a{suffix}"
-    Trace("a", ROUTED, REQUEST, ONES, (EXPERTS,) * LAYERS).save(path)
+    write_trace(Trace("a", ROUTED, REQUEST, ONES, (EXPERTS,) * LAYERS), path)
     check(read_trace(path))
     data = gzip.decompress(path.read_bytes()) if suffix == ".csv.gz" else path.read_bytes()
     cut = b"".join(data.splitlines(keepends=True)[:-LAYERS])
@@ -219,7 +219,7 @@ def test_text_says_what_it_leaves_out(tmp_path: Path, caplog: pytest.LogCaptureF
         metadata={"digest": "abc"},
     )
     with caplog.at_level(logging.WARNING, "moecache"):
-        trace.save(tmp_path / "a.csv")
+        write_trace(trace, tmp_path / "a.csv")
     assert len(caplog.records) == 1
     assert "forward, weights, 1 tokens that were not counted" in caplog.text
     back = read_trace(tmp_path / "a.csv")
@@ -282,11 +282,11 @@ def test_whatever_a_trace_accepts_can_be_saved_and_read(
         assert replay(back, ["lru"], [capacity])[0].hits == replay(trace, ["lru"], [capacity])[0].hits
     if (np.diff(trace.request) < 0).any() or (trace.counted is not None and not trace.counted.any()):
         with pytest.raises(TraceFormatError):
-            trace.save(folder / "a.jsonl")
+            write_trace(trace, folder / "a.jsonl")
         return
     kept = slice(None) if trace.counted is None else trace.counted.astype(bool)
     for ending in (".jsonl", ".csv", ".tsv.gz"):
-        trace.save(folder / f"a{ending}")
+        write_trace(trace, folder / f"a{ending}")
         text = read_trace(folder / f"a{ending}")
         np.testing.assert_array_equal(text.experts, trace.experts[kept])
         np.testing.assert_array_equal(text.request, np.unique(trace.request[kept], return_inverse=True)[1])

@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 
 from moecache import ExpertBank, ExpertCache
 from moecache.errors import HistoryFormatError, TraceFormatError
-from moecache.lab import Counts, Trace, merge, read_trace, replay
-from moecache.lab.trace import metadata_of, tensors_of
+from moecache.lab import Counts, Trace, merge, read_trace, replay, write_trace
+from moecache.trace import metadata_of, tensors_of
 
 LAYERS, EXPERTS, TOP_K = 2, 6, 2
 
@@ -41,7 +41,7 @@ def same(a: Trace, b: Trace) -> bool:
 def test_round_trip(suffix: str, tmp_path: Path) -> None:
     trace = made()
     path = tmp_path / f"made{suffix}"
-    trace.save(path)
+    write_trace(trace, path)
     back = read_trace(path, EXPERTS)
     assert same(trace, back)
     assert [r.hits for r in replay(back, ["lru"], [3])] == [r.hits for r in replay(trace, ["lru"], [3])]
@@ -61,7 +61,7 @@ def test_round_trip_of_what_a_recording_holds(tmp_path: Path) -> None:
     trace.save(tmp_path / "made.safetensors")
     assert same(trace, read_trace(tmp_path / "made.safetensors"))
     with pytest.raises(TraceFormatError, match="take turns"):
-        trace.save(tmp_path / "made.csv")
+        write_trace(trace, tmp_path / "made.csv")
 
 
 def test_layers_may_differ(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_cut_at_any_byte(tmp_path: Path) -> None:
 
 def test_json_lines_cut_at_any_byte(tmp_path: Path) -> None:
     whole = tmp_path / "whole.jsonl"
-    made().save(whole)
+    write_trace(made(), whole)
     data = whole.read_bytes()
     cut = tmp_path / "cut.jsonl"
     for n in range(len(data) - 1):
@@ -98,7 +98,7 @@ def test_json_lines_cut_at_any_byte(tmp_path: Path) -> None:
 
 def test_csv_cut_within_a_token(tmp_path: Path) -> None:
     whole = tmp_path / "whole.csv"
-    made().save(whole)
+    write_trace(made(), whole)
     lines = whole.read_text().splitlines(keepends=True)
     cut = tmp_path / "cut.csv"
     for text in ("".join(lines[:-1]), "".join(lines)[:-2], "".join(lines)[:-4]):

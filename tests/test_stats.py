@@ -10,7 +10,7 @@ import pytest
 from cache_helpers import make_bank, run
 
 from moecache import ExpertCache, Stats
-from moecache.stats import PrometheusCollector
+from moecache.metrics import PrometheusCollector
 
 
 def stats(**changes: object) -> Stats:

@@ -65,8 +65,6 @@ def main() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    import moecache.lab.record  # noqa: F401
-
     _job = main()
     _output = os.open(_job["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(_output, 1)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from ..trace import Trace, merge
 from .counts import Counts
 from .fit import FitResult, Settings, fit
+from .formats import read_trace, write_trace
 from .replay import REPLAY_NAMES, Result, replay
 from .schedule import Schedule, schedule
-from .trace import Trace, merge, read_trace
 
 __all__ = [
     "REPLAY_NAMES",
@@ -21,4 +22,5 @@ __all__ = [
     "read_trace",
     "replay",
     "schedule",
+    "write_trace",
 ]

@@ -18,17 +18,20 @@ from ..errors import FitError, HistoryFormatError, PolicyError
 from ..files import write_atomically
 from ..history import History
 from ..policy import Score, score
+from ..trace import Trace, check_same_model, merge
 from .counts import Counts, holds_counts
 from .fit import Settings, fit
-from .link import MODELS, PROFILES, TimedResult, expert_nbytes_of, profile_from, replay_timed, stand_in
+from .formats import read_trace, write_trace
+from .link import MODELS, PROFILES, expert_nbytes_of, profile_from, replay_timed, stand_in
+from .outcome import Outcome
 from .progress import progress
 from .provenance import provenance
-from .recall import RecallResult, recall
-from .replay import Result, passes_of, replay, resolve_any
+from .recall import recall
+from .replay import passes_of, replay, resolve_any
+from .report import page
 from .tables import print_fit, print_outcome
-from .trace import Trace, check_same_model, merge, read_trace
 
-__all__ = ["Outcome", "application"]
+__all__ = ["application"]
 
 _POLICIES = "lru,lfu,moe-infinity,counts,expected-next-use,belady"
 
@@ -178,7 +181,7 @@ def convert_command(
     trace = read_trace(source, num_experts)
     if model is not None:
         trace = replace(trace, metadata={**trace.metadata, "model": model})
-    trace.save(target)
+    write_trace(trace, target)
 
 
 @traces.command("merge")
@@ -187,7 +190,7 @@ def merge_command(
     output: Path = typer.Option(..., "--output", "-o", help="Where to write."),  # noqa: B008
 ) -> None:
     """Put traces of one model one after another."""
-    merge([read_trace(path) for path in sources], output.stem).save(output)
+    write_trace(merge([read_trace(path) for path in sources], output.stem), output)
 
 
 @dataclass(frozen=True)
@@ -218,27 +221,6 @@ class _Job:
             + len(self.links) * sum(1 + (self.prefetch and p != "belady") for p in self.clocked) * len(self.capacities)
         )
         return rounds * passes_of(trace, self.options["split"], self.options["max_tokens"])
-
-
-class Outcome:
-    """What came out for one trace."""
-
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-        self.results: list[Result] = []
-        self.timed: list[TimedResult] = []
-        self.recalled: list[RecallResult] = []
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One row for each policy and capacity, with its clocked results under ``links``."""
-        rows = [result.row() for result in self.results]
-        for row in rows:
-            row["links"] = [
-                t.row()
-                for t in self.timed
-                if (t.policy, t.capacity_experts) == (row["policy"], row["capacity_experts"])
-            ]
-        return rows
 
 
 def _replay_one(path: Path, num_experts: int | None, history_path: Path | None, job: _Job) -> Outcome:
@@ -275,8 +257,6 @@ def _write(outcomes: list[Outcome], made: dict[str, Any], json_path: Path | None
         recalled = [r.row() for o in outcomes for r in o.recalled]
         _write_json(json_path, {"made": made, "rows": rows, "recall": recalled})
     if report is not None:
-        from .report import page
-
         write_atomically(report, page(outcomes, made).encode("utf-8", "backslashreplace"))
     for outcome in outcomes:
         print_outcome(outcome)

@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import TraceFormatError
-from ..history import Fingerprint, History
+from ..fingerprint import Fingerprint
+from ..history import History
 from ..tensorfile import MOST_TOKENS, MOST_TOP_K, brief, read_tensors, shape_fault, whole_number
+from .text import open_text
 
 __all__ = ["Counts", "holds_counts"]
 
@@ -88,8 +90,6 @@ def holds_counts(path: Path) -> bool:
 
 def _heat_map(path: Path) -> Counts:
     # One entry. Layers are those that the file names, in ascending order.
-    from .text import open_text
-
     cells: dict[tuple[int, int], int] = {}
     with open_text(path) as file:
         rows = csv.reader(

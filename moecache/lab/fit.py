@@ -18,12 +18,12 @@ from ..errors import FitError, TraceFormatError
 from ..files import write_atomically
 from ..forecaster import HORIZONS, Forecaster
 from ..history import History
+from ..trace import Trace, merge
 from .fit_report import FitReport, measure
 from .network import Network
 from .replay import trained_history
 from .schedule import split_requests
 from .sequences import CHUNK, Sequences
-from .trace import Trace, merge
 
 __all__ = ["FitResult", "Settings", "fit"]
 

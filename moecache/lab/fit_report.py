@@ -11,12 +11,12 @@ import torch
 
 from ..forecaster import HORIZONS, wait_beyond
 from ..history import History
+from ..trace import Trace
 from .network import Network
 from .offline import waiting_hits
 from .replay import Result, _gap_closed, replay, slots_of
 from .schedule import Schedule, schedule
 from .sequences import CHUNK, Sequences, at_risk
-from .trace import Trace
 
 __all__ = ["FitReport", "measure"]
 

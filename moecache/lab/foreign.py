@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import TraceFormatError
 from ..tensorfile import brief
-from .trace import Trace, name_of
+from ..trace import Trace, name_of
 
 __all__ = ["FIELDS", "MOST_PACKED", "columns_of", "other_names", "read_npz"]
 

@@ -17,9 +17,9 @@ from .._core import Replay as _Replay
 from ..errors import PolicyError, TraceFormatError
 from ..history import History
 from ..policy import Resolved, Score
+from ..trace import Trace
 from .replay import _blocks, _Quiet, make_core, resolve_any, slots_of, trained_history
 from .schedule import Schedule, schedule, split_requests
-from .trace import Trace
 
 __all__ = ["MODELS", "PROFILES", "Model", "Profile", "TimedResult", "model_for", "replay_timed", "stand_in"]
 

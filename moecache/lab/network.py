@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..fingerprint import Fingerprint
 from ..forecaster import HORIZONS, Forecaster
-from ..history import Fingerprint
 from ..jit import compiled
 from .sequences import CHUNK, UNKNOWN, Batch
 

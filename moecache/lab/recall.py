@@ -13,9 +13,9 @@ from .._core import Recall as _Recall
 from .._core import Replay as _Replay
 from ..history import History
 from ..policy import resolve
+from ..trace import Trace
 from .replay import _blocks, _Quiet, make_core, trained_history
 from .schedule import schedule, split_requests
-from .trace import Trace
 
 __all__ = ["DISTANCES", "EXPLAINED", "RecallResult", "recall"]
 

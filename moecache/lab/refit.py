@@ -11,8 +11,8 @@ import time
 import torch
 
 from ..errors import MoeCacheError
+from ..trace import Trace
 from .fit import Settings, fit
-from .trace import read_trace
 
 
 def main(arguments: list[str]) -> None:
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     try:
         result = fit(
-            [read_trace(path) for path in traces],
+            [Trace.load(path) for path in traces],
             settings=Settings(**json.loads(settings)),
             add=False,
             max_tokens=int(measured),

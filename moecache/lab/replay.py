@@ -18,9 +18,9 @@ from .._core import Replay as _Replay
 from ..errors import CapacityError, PolicyError
 from ..history import History
 from ..policy import NAMES, Resolved, Score, resolve
+from ..trace import Trace
 from .offline import belady_hits
 from .schedule import Schedule, schedule, split_requests
-from .trace import Trace
 
 __all__ = ["REPLAY_NAMES", "Result", "make_core", "replay", "trained_history"]
 

@@ -7,18 +7,16 @@ import html
 import io
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from .link import PROFILES, TimedResult
 from .offline import reuse_distances
+from .outcome import Outcome
 from .recall import EXPLAINED
+from .replay import Result
 from .schedule import schedule
-
-if TYPE_CHECKING:
-    from .command import Outcome
-    from .link import TimedResult
-    from .replay import Result
 
 __all__ = ["page"]
 
@@ -264,8 +262,6 @@ def _draw_reuse(figure: Any, outcome: Outcome, colours: dict[str, int]) -> None:
 
 
 def _links(timed: Sequence[TimedResult], colours: dict[str, int]) -> list[str]:
-    from .link import PROFILES
-
     parts = []
     for link in dict.fromkeys(t.link for t in timed):
         mine = [t for t in timed if t.link == link]

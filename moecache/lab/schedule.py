@@ -9,8 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from ..errors import TraceFormatError
+from ..trace import Trace
 from .offline import next_uses
-from .trace import Trace
 
 __all__ = ["Schedule", "schedule", "split_requests"]
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..forecaster import FLOOR, HORIZONS
 from ..jit import compiled
-from .trace import Trace
+from ..trace import Trace
 
 __all__ = ["AT_RISK", "CHUNK", "UNKNOWN", "Batch", "Sequences"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -13,10 +12,8 @@ from rich.table import Table
 
 from ..forecaster import HORIZONS
 from .fit import FitResult
+from .outcome import Outcome
 from .replay import Result
-
-if TYPE_CHECKING:
-    from .command import Outcome
 
 __all__ = ["print_fit", "print_outcome"]
 

@@ -20,10 +20,10 @@ import numpy as np
 from ..errors import TraceFormatError
 from ..files import whole_file
 from ..tensorfile import MOST_LAYERS, MOST_TOP_K, brief, parse_json, whole_number
+from ..trace import Trace, experts_per_layer, metadata_of, name_of
 from .foreign import MOST_PACKED, columns_of, other_names
-from .trace import Trace, experts_per_layer, metadata_of, name_of
 
-__all__ = ["open_text", "parse_trace", "write_trace"]
+__all__ = ["open_text", "read_text", "write_text"]
 
 _LOG = logging.getLogger("moecache")
 _COLUMNS = ("layer", "token", "experts", "request", "decode")
@@ -32,7 +32,7 @@ _LARGEST_ID = 32766  # of an expert: what the arrays of a trace hold
 _DECODE = {"0": 0, "1": 1, "false": 0, "true": 1, "prompt": 0, "prefill": 0, "decode": 1, "answer": 1, "generate": 1}
 
 
-def parse_trace(path: Path, num_experts: int | None = None) -> Trace:
+def read_text(path: Path, num_experts: int | None = None) -> Trace:
     """Read JSON lines (``{"layer": 0, "token": 0, "experts": [3, 17], "request": 0}``) or CSV (``layer,token,experts,request`` with the
     experts separated by spaces).
 
@@ -374,7 +374,7 @@ def _flag(value: object) -> int:
     return found
 
 
-def write_trace(trace: Trace, path: Path) -> None:
+def write_text(trace: Trace, path: Path) -> None:
     """Write a trace as JSON lines, CSV or TSV; the first line is metadata that says how many tokens follow.
 
     Forward passes, gate weights, groups and token numbers have no place there, and what was not counted is left out: one line is logged.

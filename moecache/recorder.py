@@ -10,25 +10,43 @@ import threading
 import weakref
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from ..errors import TraceFormatError
-from ..files import Apart, clear_leftovers, left_behind
-from ..history import Fingerprint
-from .spill import Layout, create_spill, pack, recover, spills_of, write_all
+from .errors import TraceFormatError
+from .files import Apart, clear_leftovers, left_behind
+from .fingerprint import Fingerprint
+from .spill import Recording, create_spill, pack, recover, spills_of, write_all
 
 if TYPE_CHECKING:
-    from ..cache import ExpertCache
-    from ..request import Request
+    from .bank import ExpertBank
 
-__all__ = ["Recorder", "rescue"]
+__all__ = ["RecordedModel", "Recorder", "rescue"]
 
 logger = logging.getLogger("moecache")
 
 _MOST_EXPERTS = 32767  # an id is an int16
+
+
+class Routed(Protocol):
+    """Whose steps they are: a :class:`moecache.Request`."""
+
+    closed: bool
+
+
+class RecordedModel(NamedTuple):
+    """What a recording says of its model."""
+
+    fingerprint: Fingerprint
+    expert_nbytes: int | None  # bytes of an expert; None where layers differ
+    padding_id: int  # the id that stands for no expert, besides -1
+
+    @classmethod
+    def of(cls, bank: ExpertBank, top_k: int | None, padding_id: int) -> RecordedModel:
+        nbytes = {bank.expert_nbytes(layer) for layer in range(len(bank.num_experts))}
+        return cls(Fingerprint.of(bank, top_k), nbytes.pop() if len(nbytes) == 1 else None, padding_id)
 
 
 class _Recorded:
@@ -45,7 +63,7 @@ class _Pass:
 
     def __init__(
         self,
-        request: Request,
+        request: Routed,
         of: _Recorded,
         shape: tuple[int, int, int],
         decode: bool,
@@ -75,6 +93,14 @@ class Recorder:
 
     Made by :meth:`moecache.ExpertCache.record`. A context manager.
 
+    Parameters
+    ----------
+    model : RecordedModel
+    path : path
+        Of a .safetensors file.
+    name : str, optional
+        The model's name, for the file; by default that of the file.
+
     Raises
     ------
     TraceFormatError
@@ -83,23 +109,23 @@ class Recorder:
         Nothing can be written there.
     """
 
-    def __init__(self, cache: ExpertCache, path: str | os.PathLike[str], model: str | None = None) -> None:
+    def __init__(self, model: RecordedModel, path: str | os.PathLike[str], name: str | None = None) -> None:
         self.path = Path(os.path.abspath(path))
         if self.path.suffix != ".safetensors" or self.path.is_dir():
             raise TraceFormatError(
                 f"a recording to {os.fspath(path)!r}: expected a file name that ends in .safetensors"
             )
-        if max(cache.num_experts) > _MOST_EXPERTS:
+        num_experts, top_k, digest = model.fingerprint
+        if max(num_experts) > _MOST_EXPERTS:
             raise TraceFormatError(
-                f"a trace holds at most {_MOST_EXPERTS} experts a layer; this model has {max(cache.num_experts)}"
+                f"a trace holds at most {_MOST_EXPERTS} experts a layer; this model has {max(num_experts)}"
             )
-        bank = cache.bank
-        nbytes = {bank.expert_nbytes(layer) for layer in range(cache.layers)}
-        self._layers, self._padding_id = cache.layers, cache._padding_id
+        self._layers, self._padding_id = len(num_experts), model.padding_id
         self.closed = False
         self.tokens = self.requests = 0
         self._running: dict[int, _Pass] = {}
-        self._known: weakref.WeakKeyDictionary[Request, _Recorded] = weakref.WeakKeyDictionary()
+        # By id, with a reference that has no callback: an interrupt that came in one would be lost.
+        self._known: dict[int, tuple[weakref.ref[Routed], _Recorded]] = {}
         self._numbers = itertools.count()
         self.error: OSError | None = None  # what has ended the recording early
         # Of steps and `seal`. A signal handler comes back to it, so that all in here holds after each statement.
@@ -108,21 +134,21 @@ class Recorder:
         self._finished = False
         self._spill, self._spill_path = create_spill(
             self.path,
-            Layout(
+            Recording(
                 self.path.name,
-                tuple(cache.num_experts),
-                cache.top_k or 0,
+                num_experts,
+                top_k,
                 {
-                    "model": model or self.path.stem,
-                    "digest": Fingerprint.of(bank, cache.top_k).digest,
+                    "model": name or self.path.stem,
+                    "digest": digest,
                     "source": "recorded by moecache",
-                    **({"expert_nbytes": str(nbytes.pop())} if len(nbytes) == 1 else {}),
+                    **({} if model.expert_nbytes is None else {"expert_nbytes": str(model.expert_nbytes)}),
                 },
             ),
         )
 
     def step(
-        self, request: Request, layer: int, ids: torch.Tensor, decode: bool, token_mask: torch.Tensor | None
+        self, request: Routed, layer: int, ids: torch.Tensor, decode: bool, token_mask: torch.Tensor | None
     ) -> bool:
         """Take down one routed step, unless the recording is over. `ids` are on the CPU and checked."""
         if self._finished:  # in a forked child, where the lock may be another thread's for good
@@ -140,9 +166,7 @@ class Recorder:
             if current is None:
                 for other in [key for key, running in self._running.items() if running.over]:
                     self._finish(other)
-                of = self._known.get(request)
-                if of is None:
-                    of = self._known[request] = _Recorded(next(self._numbers))
+                of = self._recorded(request)
                 mask = None if token_mask is None else token_mask.cpu().numpy().astype(np.uint8)
                 shape = ids.shape[0], self._layers, ids.shape[1]
                 current = self._running[key] = _Pass(request, of, shape, decode, mask)
@@ -155,6 +179,17 @@ class Recorder:
             if layer == self._layers - 1:
                 self._finish(key)
         return True
+
+    def _recorded(self, request: Routed) -> _Recorded:
+        # The lock is held.
+        found = self._known.get(id(request))
+        if found is not None and found[0]() is request:
+            return found[1]
+        for key in [key for key, (known, _) in self._known.items() if known() is None]:
+            del self._known[key]
+        made = _Recorded(next(self._numbers))
+        self._known[id(request)] = weakref.ref(request), made
+        return made
 
     @property
     def under_way(self) -> bool:

@@ -21,10 +21,10 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from ..errors import TraceFormatError
-from ..files import claim, whole_file
+from .errors import TraceFormatError
+from .files import claim, whole_file
 
-__all__ = ["Layout", "assemble", "create_spill", "pack", "recover", "spills_of"]
+__all__ = ["Recording", "assemble", "create_spill", "pack", "recover", "spills_of"]
 
 SUFFIX = ".part"
 _START = struct.Struct("<8sI")
@@ -32,7 +32,7 @@ _MAGIC = b"moespill"
 _LARGEST_HEADER = 1 << 24
 
 
-class Layout(NamedTuple):
+class Recording(NamedTuple):
     """What all passes of a recording have in common."""
 
     target: str  # the trace's file name
@@ -55,13 +55,13 @@ class _Head(NamedTuple):
 _HEAD = struct.Struct("<Iiiiiqi")
 
 
-def create_spill(path: Path, layout: Layout) -> tuple[IO[bytes], Path]:
+def create_spill(path: Path, recording: Recording) -> tuple[IO[bytes], Path]:
     """A new file beside `path`, unbuffered: a forked child has no copy of anything unwritten."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=SUFFIX)
     file = os.fdopen(handle, "wb", buffering=0)
     try:
         claim(file)
-        header = json.dumps(layout._asdict()).encode()
+        header = json.dumps(recording._asdict()).encode()
         write_all(file, _START.pack(_MAGIC, len(header)) + header)
     except BaseException:
         file.close()
@@ -96,23 +96,23 @@ def assemble(spill: Path, target: Path) -> tuple[int, int]:
         The trace cannot be written; the spill file is as it was.
     """
     with open(spill, "rb") as file:
-        layout, begin = _read_layout(file, spill)
-        heads = [head for head, _ in _passes(file, begin, layout, check=True)]
+        recording, begin = _read_recording(file, spill)
+        heads = [head for head, _ in _passes(file, begin, recording, check=True)]
         tokens = sum(head.tokens for head in heads)
         if not tokens:
             return 0, 0
         # Numbered in the order in which they come: a request whose first pass was lost has left its number out.
         numbers = {n: i for i, n in enumerate(dict.fromkeys(head.request for head in heads))}
-        top_k = max(layout.top_k, *(head.k for head in heads))
-        arrays = _arrays(heads, tokens, top_k, layout)
+        top_k = max(recording.top_k, *(head.k for head in heads))
+        arrays = _arrays(heads, tokens, top_k, recording)
         with whole_file(target) as out:
-            out.write(_header(arrays, top_k, layout))
+            out.write(_header(arrays, top_k, recording))
             part: np.ndarray
             for name, (_, dtype, _) in arrays.items():
-                for n, (head, body) in enumerate(islice(_passes(file, begin, layout), len(heads))):
+                for n, (head, body) in enumerate(islice(_passes(file, begin, recording), len(heads))):
                     if name == "experts":
-                        ids = np.frombuffer(body, np.int16, head.tokens * len(layout.num_experts) * head.k)
-                        ids = ids.reshape(head.tokens, len(layout.num_experts), head.k)
+                        ids = np.frombuffer(body, np.int16, head.tokens * len(recording.num_experts) * head.k)
+                        ids = ids.reshape(head.tokens, len(recording.num_experts), head.k)
                         part = np.pad(ids, ((0, 0), (0, 0), (0, top_k - head.k)), constant_values=-1)
                     elif name == "counted":
                         part = np.frombuffer(body, np.uint8)[-head.tokens :]
@@ -123,10 +123,12 @@ def assemble(spill: Path, target: Path) -> tuple[int, int]:
     return tokens, len(numbers)
 
 
-def _arrays(heads: list[_Head], tokens: int, top_k: int, layout: Layout) -> dict[str, tuple[str, Any, tuple[int, ...]]]:
+def _arrays(
+    heads: list[_Head], tokens: int, top_k: int, recording: Recording
+) -> dict[str, tuple[str, Any, tuple[int, ...]]]:
     padded = any(head.padding or head.k < top_k for head in heads)
-    small = not padded and max(layout.num_experts) <= 256
-    shape = (tokens, len(layout.num_experts), top_k)
+    small = not padded and max(recording.num_experts) <= 256
+    shape = (tokens, len(recording.num_experts), top_k)
     arrays: dict[str, tuple[str, Any, tuple[int, ...]]] = {
         "experts": ("U8", np.uint8, shape) if small else ("I16", np.int16, shape),
         "request": ("I32", np.int32, (tokens,)),
@@ -138,11 +140,11 @@ def _arrays(heads: list[_Head], tokens: int, top_k: int, layout: Layout) -> dict
     return arrays
 
 
-def _header(arrays: dict[str, tuple[str, Any, tuple[int, ...]]], top_k: int, layout: Layout) -> bytes:
+def _header(arrays: dict[str, tuple[str, Any, tuple[int, ...]]], top_k: int, recording: Recording) -> bytes:
     # The safetensors layout: a header that says where each array lies, then the arrays, each by one walk over the passes.
-    experts = layout.num_experts
+    experts = recording.num_experts
     metadata = {
-        **layout.metadata,
+        **recording.metadata,
         "num_layers": str(len(experts)),
         "num_experts": str(experts[0]) if len(set(experts)) == 1 else json.dumps(experts),
         "top_k": str(top_k),
@@ -158,33 +160,33 @@ def _header(arrays: dict[str, tuple[str, Any, tuple[int, ...]]], top_k: int, lay
     return struct.pack("<Q", len(text)) + text
 
 
-def _read_layout(file: IO[bytes], path: Path) -> tuple[Layout, int]:
+def _read_recording(file: IO[bytes], path: Path) -> tuple[Recording, int]:
     start = file.read(_START.size)
     try:
         magic, size = _START.unpack(start)
         if magic != _MAGIC or size > _LARGEST_HEADER:
             raise ValueError("its first bytes are not those of one")
         fields = json.loads(file.read(size))
-        layout = Layout(
+        recording = Recording(
             str(fields["target"]),
             tuple(int(n) for n in fields["num_experts"]),
             int(fields["top_k"]),
             {str(key): str(value) for key, value in fields["metadata"].items()},
         )
-        if not layout.num_experts or min(layout.num_experts) < 1:
-            raise ValueError(f"layers of {layout.num_experts} experts")
+        if not recording.num_experts or min(recording.num_experts) < 1:
+            raise ValueError(f"layers of {recording.num_experts} experts")
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise TraceFormatError(f"{path} is no unfinished recording ({error}); remove it") from error
-    return layout, _START.size + size
+    return recording, _START.size + size
 
 
-def _passes(file: IO[bytes], begin: int, layout: Layout, check: bool = False) -> Iterator[tuple[_Head, bytes]]:
+def _passes(file: IO[bytes], begin: int, recording: Recording, check: bool = False) -> Iterator[tuple[_Head, bytes]]:
     # Up to the first that is not whole. What `check` has passed once is not checked again.
     file.seek(begin)
     end = os.fstat(file.fileno()).st_size
     while len(raw := file.read(_HEAD.size)) == _HEAD.size:
         head = _Head(*_HEAD.unpack(raw))
-        nbytes = (2 * len(layout.num_experts) * head.k + 1) * head.tokens
+        nbytes = (2 * len(recording.num_experts) * head.k + 1) * head.tokens
         if head.tokens < 1 or head.k < 0 or head.request < 0 or nbytes > end - file.tell():
             return
         body = file.read(nbytes)

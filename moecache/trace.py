@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import TraceFormatError
-from ..files import write_atomically
-from ..history import Fingerprint
-from ..tensorfile import MOST_LAYERS, MOST_TOP_K, brief, parse_json, read_tensors, shape_fault, whole_number
+from .errors import TraceFormatError
+from .files import write_atomically
+from .fingerprint import Fingerprint
+from .tensorfile import MOST_LAYERS, MOST_TOP_K, brief, parse_json, read_tensors, shape_fault, whole_number
 
-__all__ = ["Trace", "merge", "read_trace"]
+__all__ = ["Trace", "check_same_model", "merge"]
 
 _LOG = logging.getLogger("moecache")
 _REQUIRED = ("model", "num_layers", "num_experts", "top_k")
@@ -127,55 +127,42 @@ class Trace:
         return Fingerprint(self.num_experts, self.top_k, self.metadata.get("digest", ""))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace, in the format of the file's ending, whole or not at all.
-
-        ``.jsonl``, ``.csv`` and ``.tsv`` (and the same with ``.gz``) are text, which has no place for everything: one line is logged about
-        what is left out. Any other ending gives safetensors, which keeps all.
+        """Write the trace as safetensors, whole or not at all. :func:`moecache.lab.write_trace` writes text, too.
 
         Raises
         ------
         TraceFormatError
-            An ending of a format that is not written (``.npz``, ``.parquet``, ...), or requests that take turns in a text.
+            The file's name does not end in .safetensors.
         """
-        path = Path(path)
-        kind = kind_of(path)
-        if kind == "text":
-            from .text import write_trace
-
-            write_trace(self, path)
-            return
-        if kind is not None:
-            raise TraceFormatError(f"{path}: traces are not written as {path.suffix}; use .safetensors, .jsonl or .csv")
         from safetensors.numpy import save
 
+        path = Path(path)
+        if path.suffix.lower() != ".safetensors":
+            raise TraceFormatError(
+                f"{path}: traces are not saved as {path.suffix or 'files without an ending'}; use .safetensors, or "
+                "moecache.lab.write_trace for .jsonl, .csv and .tsv"
+            )
         write_atomically(path, save(tensors_of(self), metadata=metadata_of(self)))
 
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Trace:
+        """Read a trace file (safetensors). :func:`moecache.lab.read_trace` reads other formats, too.
 
-def kind_of(path: Path) -> str | None:
-    """``"text"``, ``"npz"``, an ending that is not read, or None for safetensors."""
-    suffix = path.suffix.lower()
-    inner = Path(path.stem).suffix.lower() if suffix == ".gz" else suffix
-    if inner in (".jsonl", ".csv", ".tsv"):
-        return "text"
-    if suffix == ".npz":
-        return "npz"
-    return suffix if suffix in _NOT_READ else None
-
-
-_NOT_READ = {
-    ".parquet": "convert it: python -c \"import pandas; pandas.read_parquet('IN.parquet').to_csv('OUT.csv', index=False)\"",
-    ".feather": "convert it: python -c \"import pandas; pandas.read_feather('IN.feather').to_csv('OUT.csv', index=False)\"",
-    ".json": "write its entries one a line (.jsonl): python -c \"import json; [print(json.dumps(x)) for x in json.load(open('IN.json'))]\"",
-    **dict.fromkeys(
-        (".pt", ".pth", ".pkl", ".pickle", ".npy"),
-        "a pickle may run code and a single array lacks the requests: save the arrays experts [tokens, layers, k], request and decode "
-        "[tokens] with numpy.savez (.npz)",
-    ),
-    **dict.fromkeys(
-        (".gz", ".zip", ".zst", ".xz", ".bz2", ".tar"),
-        "unpack it; of packed files .jsonl.gz, .csv.gz and .tsv.gz are read",
-    ),
-}
+        Raises
+        ------
+        TraceFormatError
+            Cut short, damaged, or with numbers that cannot be. Nothing is read in part.
+        FileNotFoundError
+        """
+        path = Path(path)
+        metadata, tensors = read_tensors(path, "routing trace", TraceFormatError)
+        _check_file(path, metadata, tensors)
+        return cls(
+            name=name_of(path),
+            num_experts=experts_per_layer(metadata["num_experts"], tensors["experts"].shape[1], str(path)),
+            metadata=metadata,
+            **{name: tensors.get(name) for name in _ARRAYS},  # type: ignore[arg-type]
+        )
 
 
 def metadata_of(trace: Trace) -> dict[str, str]:
@@ -207,34 +194,8 @@ def name_of(path: Path) -> str:
     return stem.encode("utf-8", "backslashreplace").decode()
 
 
-def read_trace(path: str | os.PathLike[str], num_experts: int | None = None) -> Trace:
-    """Read a trace: text (JSON lines, CSV, TSV, also packed with gzip) or npz by the file's ending, else safetensors.
-
-    Parameters
-    ----------
-    path : path
-    num_experts : int, optional
-        Experts per layer, for files that do not say; by default the largest id and one.
-
-    Raises
-    ------
-    TraceFormatError
-        Cut short, damaged, of a format that is not read, or with numbers that cannot be. Nothing is read in part.
-    FileNotFoundError
-    """
-    path = Path(path)
-    kind = kind_of(path)
-    if kind in _NOT_READ:
-        raise TraceFormatError(f"{path}: {kind} files are not read as traces; {_NOT_READ[kind]}")
-    if kind == "text":
-        from .text import parse_trace
-
-        return parse_trace(path, num_experts)
-    if kind == "npz":
-        from .foreign import read_npz
-
-        return read_npz(path, num_experts)
-    metadata, tensors = read_tensors(path, "routing trace", TraceFormatError)
+def _check_file(path: Path, metadata: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> None:
+    # What a trace file has to say before its arrays are looked at.
     missing = [name for name in _REQUIRED if name not in metadata]
     if missing:
         raise TraceFormatError(f"{path}: its metadata lacks {', '.join(missing)}; convert the trace again with them")
@@ -260,12 +221,6 @@ def read_trace(path: str | os.PathLike[str], num_experts: int | None = None) -> 
         _LOG.warning(
             "%s: its tensors %s are no part of a routing trace and are not kept", path, brief(", ".join(unknown))
         )
-    return Trace(
-        name=name_of(path),
-        num_experts=experts_per_layer(metadata["num_experts"], layers, str(path)),
-        metadata=metadata,
-        **{name: tensors.get(name) for name in _ARRAYS},  # type: ignore[arg-type]
-    )
 
 
 def _number(metadata: Mapping[str, str], name: str, most: int, path: Path) -> int:
