@@ -73,7 +73,7 @@ soak: $(BUILT)
 interrupts: $(BUILT)
 	$(BIN)/python tests/soak/interrupts.py --count 100000
 	$(BIN)/python tests/soak/resizes.py --count 1000
-	MOECACHE_KILLS=200 $(BIN)/python -m pytest -q tests/test_persistence.py -k kills_at_random_moments --timeout 3600
+	MOECACHE_KILLS=200 $(BIN)/python -m pytest -q tests/test_persistence_kills.py -k kills_at_random_moments --timeout 3600
 
 fuzz: $(BUILT)
 	MOECACHE_FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest -q tests/fuzz

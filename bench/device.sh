@@ -54,7 +54,7 @@ print("torch", torch.__version__, "numpy", numpy.__version__, "cuda.bindings", c
     bench overlap 40
     bench deepseek 150
     bench mixtral 110
-    section mock-cuda 60 "$PYTHON" -m pytest "${quiet[@]}" tests/test_cuda.py tests/test_cuda_memory.py
+    section mock-cuda 60 "$PYTHON" -m pytest "${quiet[@]}" tests/test_cuda_link*.py tests/test_cuda_bindings.py tests/test_cuda_memory.py
     [ ! -d tests/engine ] || section engine 60 "$PYTHON" -m pytest "${quiet[@]}" tests/engine -k cuda
     "$PYTHON" bench/bench_device.py report "$OUT"/{link,overlap,deepseek,mixtral}.json | tee "$OUT/device.md"
     echo "== done after $SECONDS s${failed:+; failed:$failed}"

@@ -37,7 +37,7 @@ _MEMORY = ("engine", "fuzz", "soak", "test_bank.py", "test_cache_*.py", "test_co
            "test_resize.py", "test_slots.py", "test_threads.py")  # fmt: skip
 # Tests that read the sources beside the modules, and those that count files, of which the runtimes make some.
 _ELSEWHERE = "not signatures and not killed_process"
-_RACES = ("engine", "test_threads.py", "test_cuda_*.py", "test_failure_kinds.py", "test_resize.py")
+_RACES = ("engine", "test_threads.py", "test_cuda_link*.py", "test_failure_kinds.py", "test_resize.py")
 
 SANITIZERS = {
     "address": Sanitizer(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from learn_helpers import follows
 from safetensors.numpy import save_file
-from test_lab_fit import follows
 from test_lab_replay import skewed
 
 from moecache import Fingerprint, History

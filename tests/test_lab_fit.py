@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from learn_helpers import RAGGED, SMALL, follows
 from reference_forecaster import HORIZONS, ForecastReference
 
 from moecache import History
@@ -16,34 +17,6 @@ from moecache.lab import Settings, Trace, fit
 from moecache.lab.fit import _Fit
 from moecache.lab.network import Network, Question, errors
 from moecache.lab.sequences import CHUNK, UNKNOWN, Sequences, at_risk
-
-RAGGED = (5, 3, 6)
-
-
-def follows(
-    requests: int = 12, tokens: int = 150, num_experts: tuple[int, ...] = RAGGED, k: int = 2, seed: int = 0
-) -> Trace:
-    """Requests with something to learn: the subject of a stretch of tokens, and the layer before, say which experts come."""
-    random = np.random.default_rng(seed)
-    subjects = [random.dirichlet(np.full(n, 0.3), 3) for n in num_experts]
-    experts, request = [], []
-    for r in range(requests):
-        length = int(tokens * random.uniform(0.5, 1.5))
-        subject = np.repeat(random.integers(0, 3, length // 10 + 1), 10)[:length]
-        for t in range(length):
-            row, shift = [], 0
-            for layer, n in enumerate(num_experts):
-                chance = np.roll(subjects[layer][subject[t]], shift) + 0.02
-                row.append(random.choice(n, min(k, n), False, chance / chance.sum()))
-                shift = int(row[-1][0])
-            experts.append(row)
-            request.append(r)
-    array = np.array(experts, np.int16)
-    array[random.random(array.shape) < 0.02] = -1
-    return Trace("made", array, np.array(request, np.int32), np.ones(len(request), np.uint8), num_experts)
-
-
-SMALL = Settings(rank=16, distances=2, epochs=3, learning_rate=2e-2)
 
 
 def scattered(trace: Trace, settings: Settings, seed: int = 0) -> _Fit:

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from learn_helpers import SMALL, follows
 from test_forecaster import made
-from test_lab_fit import SMALL, follows
 from test_lab_replay import shared
 
 from moecache import Forecaster, History
