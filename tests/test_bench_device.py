@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,18 +12,12 @@ import torch
 
 from moecache.lab import Trace
 
-BENCH = Path(__file__).parent.parent / "bench" / "bench_device.py"
-
-
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_device", BENCH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_device"] = module
-    spec.loader.exec_module(module)
-    return module
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+import bench_device
+import device_decode
+from device_decode import KNOWN, SHAPES, decode, find_trace, folded
+from device_link import link, overlap
+from device_results import Results
 
 
 def trace_of(tokens: int = 120, layers: int = 3, experts: int = 12, k: int = 2) -> Trace:
@@ -36,11 +27,11 @@ def trace_of(tokens: int = 120, layers: int = 3, experts: int = 12, k: int = 2) 
     return Trace("made", routed, request, (np.arange(tokens) % 12 > 1).astype(np.uint8), (experts,) * layers)
 
 
-def test_a_folded_trace_fits_the_shape_and_keeps_what_comes_again(bench: Any) -> None:
-    shape = bench.SHAPES["deepseek", "small"]
+def test_a_folded_trace_fits_the_shape_and_keeps_repeats() -> None:
+    shape = SHAPES["deepseek", "small"]
     trace = trace_of()
     trace.experts[14:20] = trace.experts[14]
-    made = bench.folded(trace, shape)
+    made = folded(trace, shape)
     assert made.experts.shape == (100, shape.layers, shape.top_k)
     assert made.num_experts == (shape.experts,) * shape.layers
     assert all(len(set(row)) == shape.top_k for row in made.experts.reshape(-1, shape.top_k).tolist())
@@ -49,17 +40,17 @@ def test_a_folded_trace_fits_the_shape_and_keeps_what_comes_again(bench: Any) ->
     assert np.unique(made.request).tolist() == list(range(10))
     # A trace of the very shape stays as it is.
     same = trace_of(layers=shape.layers, experts=shape.experts, k=shape.top_k)
-    assert (bench.folded(same, shape).experts == same.experts[same.decode == 1]).all()
+    assert (folded(same, shape).experts == same.experts[same.decode == 1]).all()
 
 
 @pytest.mark.parametrize("name", ["deepseek", "mixtral"])
 def test_decoding_gives_the_same_results_whatever_is_cached(
-    bench: Any, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace_of().save(tmp_path / "made.safetensors")
-    results = bench.Results(name, tmp_path / "facts.json", torch.device("cpu"))
+    results = Results(name, tmp_path / "facts.json", torch.device("cpu"))
     with torch.inference_mode():
-        bench.decode(results, name, torch.device("cpu"), True, tmp_path)
+        decode(results, name, torch.device("cpu"), True, tmp_path)
     facts = json.loads((tmp_path / "facts.json").read_text())
     runs = {(row["run"], row["cached"]): row for row in facts["decode"]}
     assert len(runs) == 8
@@ -68,27 +59,27 @@ def test_decoding_gives_the_same_results_whatever_is_cached(
     for cached in (0.25, 0.5):
         assert runs["demand only", cached]["moved_MB"] == runs["demand only", cached]["missed_MB"] > 0
         assert runs["lru", cached]["prefetched"] == 0
-    text = bench.report([tmp_path / "facts.json", tmp_path / "missing.json"])
+    text = bench_device.report([tmp_path / "facts.json", tmp_path / "missing.json"])
     assert "| default | 0.25 |" in text
     assert "## missing.json" in text
 
 
-def test_the_link_moves_every_byte(bench: Any, tmp_path: Path) -> None:
-    results = bench.Results("link", tmp_path / "facts.json", torch.device("cpu"))
-    bench.link(results, torch.device("cpu"), True)
-    bench.overlap(results, torch.device("cpu"), True)
+def test_the_link_moves_every_byte(tmp_path: Path) -> None:
+    results = Results("link", tmp_path / "facts.json", torch.device("cpu"))
+    link(results, torch.device("cpu"), True)
+    overlap(results, torch.device("cpu"), True)
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert {row["memory"] for row in facts["rates"]} == {"locked", "file"}
     assert all(row["exact"] for row in facts["rates"])
     assert [row["work"] for row in facts["overlap"]] == ["GEMM", "GEMV"]
 
 
-def test_without_traces_the_tiny_model_is_recorded(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_traces_the_tiny_model_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    shape = bench.SHAPES["mixtral", "small"]
-    trace = bench.find_trace(None, shape)
+    shape = SHAPES["mixtral", "small"]
+    trace = find_trace(None, shape)
     assert trace.requests == 10
     for name in ("deepseek", "mixtral"):
-        full = bench.SHAPES[name, "full"]
-        _, others = bench.split_requests(trace, f"{bench.KNOWN}/10")
-        assert np.isin(bench.folded(trace, full).request, others).sum() >= full.warm + full.tokens
+        full = SHAPES[name, "full"]
+        _, others = device_decode.split_requests(trace, f"{KNOWN}/10")
+        assert np.isin(folded(trace, full).request, others).sum() >= full.warm + full.tokens
