@@ -249,7 +249,7 @@ def run_moecache(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_resident(args: argparse.Namespace) -> dict[str, Any]:
-    model = AutoModelForCausalLM.from_pretrained(args.folder / "model", experts_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(args.folder / "model")
     return generate(model, args, Meter(args.warmup))
 
 
@@ -261,7 +261,6 @@ def run_accelerate(args: argparse.Namespace) -> dict[str, Any]:
     others = {name.rpartition(".")[0] for name, _ in [*model.named_parameters(), *model.named_buffers()]} - set(experts)
     model = AutoModelForCausalLM.from_pretrained(
         args.folder / "model",
-        experts_implementation="eager",
         device_map=dict.fromkeys(experts, "disk") | dict.fromkeys(others, "cpu"),
         offload_folder=args.folder / "scratch",
     )

@@ -157,7 +157,7 @@ def load_cached(args: argparse.Namespace, policy: str, history: Any) -> Any:
 
 
 def load_resident(args: argparse.Namespace) -> Any:
-    return AutoModelForCausalLM.from_pretrained(args.model, experts_implementation="eager", local_files_only=True)
+    return AutoModelForCausalLM.from_pretrained(args.model, local_files_only=True)
 
 
 def load_accelerate(args: argparse.Namespace, folder: str) -> Any:
@@ -173,7 +173,6 @@ def load_accelerate(args: argparse.Namespace, folder: str) -> Any:
             device_map[name if any(e.startswith(f"{module}.") for e in experts) else module] = "cpu"
     return AutoModelForCausalLM.from_pretrained(
         args.model,
-        experts_implementation="eager",
         device_map=device_map,
         offload_folder=folder,
         local_files_only=True,

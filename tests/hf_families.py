@@ -136,10 +136,9 @@ def aligned(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def load_eager(folder: Path, **kwargs: Any) -> PreTrainedModel:
-    """The resident model, computed by the class's own eager forward."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager", **kwargs)
-    return aligned(model)
+def load_resident(folder: Path, **kwargs: Any) -> PreTrainedModel:
+    """The resident model as transformers loads it, by default with ``grouped_mm`` for its experts."""
+    return aligned(transformers.AutoModelForCausalLM.from_pretrained(folder, **kwargs))
 
 
 def load_empty(folder: Path, **kwargs: Any) -> PreTrainedModel:

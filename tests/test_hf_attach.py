@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_families import aligned, build, left_padded, load_eager, load_empty, save
+from hf_families import aligned, build, left_padded, load_empty, load_resident, save
 from torch import nn
 
 import moecache
@@ -40,7 +40,7 @@ def test_attach_twice(mixtral: Path) -> None:
 @pytest.mark.parametrize("bank", ["disk", "ram"])
 @pytest.mark.failure("121", "107")
 def test_attach_detach_attach(mixtral: Path, bank: str) -> None:
-    eager, model = load_eager(mixtral), load_empty(mixtral)
+    eager, model = load_resident(mixtral), load_empty(mixtral)
     for capacity in (4, 6):
         assert moecache.attach(model, capacity, bank=bank).capacity == capacity
         with torch.no_grad():
@@ -95,10 +95,10 @@ def test_use_after_close(mixtral: Path) -> None:
 
 
 def test_impossible_capacity_changes_nothing(mixtral: Path) -> None:
-    model = load_eager(mixtral)
+    model = load_resident(mixtral)
     with pytest.raises(CapacityError):
         moecache.attach(model, 1)
-    assert model.config._experts_implementation == "eager"
+    assert model.config._experts_implementation == "grouped_mm"
     assert not hasattr(model, "moecache")
     with torch.no_grad():
         model(IDS)
@@ -106,7 +106,7 @@ def test_impossible_capacity_changes_nothing(mixtral: Path) -> None:
 
 @pytest.mark.failure("111")
 def test_meta_experts_without_a_checkpoint(mixtral: Path) -> None:
-    model = load_eager(mixtral)
+    model = load_resident(mixtral)
     experts = model.model.layers[1].mlp.experts
     experts.down_proj = nn.Parameter(experts.down_proj.detach().to("meta"), requires_grad=False)
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.experts\.down_proj: is on the meta device"):
@@ -115,15 +115,15 @@ def test_meta_experts_without_a_checkpoint(mixtral: Path) -> None:
 
 def test_disk_bank_needs_experts_kept_out(mixtral: Path) -> None:
     with pytest.raises(AttachError, match=r"bank='disk' needs .*experts_implementation='moecache'"):
-        moecache.attach(load_eager(mixtral), 4, bank="disk")
+        moecache.attach(load_resident(mixtral), 4, bank="disk")
     with pytest.raises(AttachError, match="expected 'disk', 'ram' or None"):
-        moecache.attach(load_eager(mixtral), 4, bank="tape")  # type: ignore[arg-type]
+        moecache.attach(load_resident(mixtral), 4, bank="tape")  # type: ignore[arg-type]
 
 
 @pytest.mark.failure("112")
 def test_accelerate_hooks_are_refused(mixtral: Path) -> None:
     hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
-    model = load_eager(mixtral)
+    model = load_resident(mixtral)
     hooks.add_hook_to_module(model.model.layers[0].mlp.experts, hooks.ModelHook())
     with pytest.raises(AttachError, match=r"accelerate has hooks on model\.layers\.0\.mlp\.experts"):
         moecache.attach(model, 4)
@@ -131,7 +131,7 @@ def test_accelerate_hooks_are_refused(mixtral: Path) -> None:
 
 @pytest.mark.failure("81", "118")
 def test_wrapped_expert_parameters_are_refused(mixtral: Path) -> None:
-    model = load_eager(mixtral)
+    model = load_resident(mixtral)
 
     class Adapter(nn.Module):
         def __init__(self, base_layer: nn.Module) -> None:
@@ -146,7 +146,7 @@ def test_wrapped_expert_parameters_are_refused(mixtral: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="parameters are wrapped"):
         moecache.attach(model, 4)
 
-    model = load_eager(mixtral)
+    model = load_resident(mixtral)
     nn.utils.parametrize.register_parametrization(model.model.layers[0].mlp.experts, "down_proj", nn.Identity())
     with pytest.raises(UnsupportedModelError):
         moecache.attach(model, 4)
@@ -157,7 +157,7 @@ def test_parameter_of_a_tensor_subclass_is_refused(mixtral: Path) -> None:
     class Quantised(torch.Tensor):
         pass
 
-    model = load_eager(mixtral)
+    model = load_resident(mixtral)
     experts = model.model.layers[0].mlp.experts
     experts._parameters["down_proj"] = nn.Parameter(experts.down_proj.detach().as_subclass(Quantised))
     with pytest.raises(UnsupportedModelError, match="down_proj is a Quantised"):
@@ -192,17 +192,9 @@ def test_casts_are_refused(mixtral: Path, cast) -> None:
     assert model.model.embed_tokens.half().weight.dtype == torch.float16
 
 
-def test_switching_back_is_refused(mixtral: Path) -> None:
-    model = load_empty(mixtral)
-    moecache.attach(model, 4)
-    assert model.config._experts_implementation == "moecache"
-    with pytest.raises(AttachError, match="detach"):
-        model.set_experts_implementation("eager")
-
-
 @pytest.mark.failure("120")
 def test_training_and_backward_are_refused(mixtral: Path) -> None:
-    model, eager = load_empty(mixtral), load_eager(mixtral)
+    model, eager = load_empty(mixtral), load_resident(mixtral)
     moecache.attach(model, 4)
     logits = model(IDS).logits  # with grad mode on, as many scripts run a model
     assert torch.equal(logits, eager(IDS).logits)
@@ -217,14 +209,14 @@ def test_training_and_backward_are_refused(mixtral: Path) -> None:
 
 @pytest.mark.parametrize("bank", ["disk", "ram", None])
 def test_state_dict_and_save_pretrained(mixtral: Path, tmp_path: Path, bank: str | None) -> None:
-    eager = load_eager(mixtral)
-    model = load_eager(mixtral) if bank is None else load_empty(mixtral)
+    eager = load_resident(mixtral)
+    model = load_resident(mixtral) if bank is None else load_empty(mixtral)
     moecache.attach(model, 4, bank=bank)
     expected, found = eager.state_dict(), model.state_dict()
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     model.save_pretrained(tmp_path / "again")
-    again = load_eager(tmp_path / "again").state_dict()
+    again = load_resident(tmp_path / "again").state_dict()
     assert all(torch.equal(again[name], expected[name]) for name in expected)
     with pytest.raises(AttachError, match="load_state_dict"):
         model.load_state_dict(expected)
@@ -234,7 +226,7 @@ def test_state_dict_and_save_pretrained(mixtral: Path, tmp_path: Path, bank: str
 def test_two_models_are_independent(mixtral: Path, tmp_path: Path) -> None:
     other = save("qwen3_moe", tmp_path / "qwen")
     models = [load_empty(mixtral), load_empty(other), load_empty(mixtral)]
-    eagers = [load_eager(mixtral), load_eager(other), load_eager(mixtral)]
+    eagers = [load_resident(mixtral), load_resident(other), load_resident(mixtral)]
     caches = [moecache.attach(model, 6) for model in models]
     with torch.no_grad():
         for _ in range(2):
@@ -260,7 +252,7 @@ def test_models_that_share_a_config(mixtral: Path) -> None:
 
 @pytest.mark.failure("C10")
 def test_deep_copy_shares_the_cache(mixtral: Path) -> None:
-    model, eager = load_empty(mixtral), load_eager(mixtral)
+    model, eager = load_empty(mixtral), load_resident(mixtral)
     cache = moecache.attach(model, 4)
     twin = copy.deepcopy(model)
     assert twin.moecache is cache
@@ -281,7 +273,7 @@ def test_pickling_is_refused(mixtral: Path, tmp_path: Path) -> None:
 
 @pytest.mark.failure("114")
 def test_threads_run_requests_side_by_side(mixtral: Path) -> None:
-    model, eager = load_empty(mixtral), load_eager(mixtral)
+    model, eager = load_empty(mixtral), load_resident(mixtral)
     moecache.attach(model, 6)
     prompts = [torch.randint(2, 96, (1, n), generator=torch.Generator().manual_seed(n)) for n in (3, 5, 8)]
     with torch.no_grad():
@@ -314,7 +306,7 @@ def test_shared_experts_and_dense_layers_stay(tmp_path: Path) -> None:
 
 
 def test_load_in_one_call(mixtral: Path) -> None:
-    eager = load_eager(mixtral)
+    eager = load_resident(mixtral)
     model = aligned(moecache.load(mixtral, capacity=0.5, policy="lru", prefetch=False))
     assert type(model) is type(eager)
     assert model.moecache.policy == "lru"
@@ -336,7 +328,7 @@ def test_rare_options_reach_the_cache_and_leave_the_models_padding_id(mixtral: P
 
 @pytest.mark.failure("110")
 def test_compiled_block_gives_the_same_output(mixtral: Path) -> None:
-    model, eager = load_empty(mixtral), load_eager(mixtral)
+    model, eager = load_empty(mixtral), load_resident(mixtral)
     moecache.attach(model, 4)
     block = torch.compile(model.model.layers[0].mlp, backend="eager")
     with torch.no_grad():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_families import build, load_eager, load_empty, save
+from hf_families import build, load_empty, load_resident, save
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -73,8 +73,8 @@ MODES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bank", ["disk", "ram", None])
 def test_mode_around_attaching(mixtral: Path, mode: str, bank: str | None) -> None:
-    eager = load_eager(mixtral)
-    model = load_eager(mixtral) if bank is None else load_empty(mixtral)
+    eager = load_resident(mixtral)
+    model = load_resident(mixtral) if bank is None else load_empty(mixtral)
     with MODES[mode]():
         moecache.attach(model, 4, bank=bank)
     with torch.no_grad():
@@ -89,7 +89,7 @@ def test_mode_around_attaching(mixtral: Path, mode: str, bank: str | None) -> No
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "default device"])
 def test_mode_around_loading_and_running(mixtral: Path, mode: str) -> None:
     with MODES[mode](), torch.no_grad():
-        eager, model = load_eager(mixtral), load_empty(mixtral)
+        eager, model = load_resident(mixtral), load_empty(mixtral)
         moecache.attach(model, 4, bank="disk")
         assert torch.equal(model(IDS).logits, eager(IDS).logits)
         model.generate(IDS, max_new_tokens=3, do_sample=False)
@@ -180,7 +180,7 @@ def test_only_what_is_needed_is_mapped(tmp_path: Path) -> None:
 @pytest.mark.failure("G27")
 def test_tensors_lie_as_in_the_file(mixtral: Path) -> None:
     """At the alignment at which transformers maps them, so that products that depend on it are the same."""
-    ours, theirs = load_empty(mixtral), load_eager(mixtral)
+    ours, theirs = load_empty(mixtral), load_resident(mixtral)
     for name, param in ours.named_parameters():
         if not param.is_meta:
             assert param.data_ptr() % 64 == theirs.get_parameter(name).data_ptr() % 64, name
@@ -214,7 +214,7 @@ def test_kept_products_are_bounded_and_change_nothing(monkeypatch, capacity: int
                         yield item
 
                 monkeypatch.setattr(type(lease), "ready", lambda self, spied=spied: spied(), raising=True)
-                found = forms.combine(module, forms.Form(forms.plain, "input"), lease, hidden, ids, scales)
+                found = forms.Form(forms.plain, "input").run(module, lease, hidden, ids, scales)
                 monkeypatch.undo()
                 monkeypatch.setattr(forms, "KEPT_NBYTES", 4096)
             assert torch.equal(found, type(module).forward.__wrapped__(module, hidden, ids, scales))
@@ -237,7 +237,7 @@ def _most_kept(order: list[int]) -> int:
 
 
 def test_a_mapped_parameter_outlives_its_file(mixtral: Path) -> None:
-    model, eager = load_empty(mixtral), load_eager(mixtral)
+    model, eager = load_empty(mixtral), load_resident(mixtral)
     moecache.attach(model, 4, bank="ram")
     for shard in mixtral.glob("*.safetensors"):
         shard.unlink()
@@ -263,4 +263,4 @@ def test_a_mapping_that_fails_is_named_or_read(mixtral: Path, monkeypatch, caplo
     moecache.attach(model := load_empty(mixtral), 4)
     assert "cannot be mapped" in caplog.text
     with torch.no_grad():
-        assert torch.allclose(model(IDS).logits, load_eager(mixtral)(IDS).logits, atol=1e-5)
+        assert torch.allclose(model(IDS).logits, load_resident(mixtral)(IDS).logits, atol=1e-5)

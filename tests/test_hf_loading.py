@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from hf_families import FAMILIES, aligned, build, left_padded, load_eager, load_empty, save
+from hf_families import FAMILIES, aligned, build, left_padded, load_empty, load_resident, save
 from safetensors.torch import load_file, save_file
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
@@ -44,7 +44,7 @@ def change(file: Path, edit) -> None:
 
 def assert_same_logits(model, folder: Path, **kwargs) -> None:
     with torch.no_grad():
-        assert torch.equal(model(IDS).logits, load_eager(folder, **kwargs)(IDS).logits)
+        assert torch.equal(model(IDS).logits, load_resident(folder, **kwargs)(IDS).logits)
 
 
 @pytest.mark.failure("104")
@@ -53,7 +53,7 @@ def assert_same_logits(model, folder: Path, **kwargs) -> None:
 def test_experts_stay_on_meta(family: str, tmp_path: Path) -> None:
     save(family, tmp_path)
     model = load_empty(tmp_path)
-    eager = load_eager(tmp_path)
+    eager = load_resident(tmp_path)
     experts = {name for name, module in model.named_modules() if type(module).__name__.endswith("Experts")}
     assert experts
     for name, param in eager.named_parameters():
@@ -185,7 +185,7 @@ def test_checkpoint_with_stacked_experts(tmp_path: Path) -> None:
 
 
 def test_torch_checkpoint_falls_back_to_memory(mixtral: Path) -> None:
-    model = load_eager(mixtral)
+    model = load_resident(mixtral)
     for file in mixtral.glob("*.safetensors*"):
         file.unlink()
     torch.save(model.state_dict(), mixtral / "pytorch_model.bin")

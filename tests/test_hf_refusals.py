@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf_families import build, load_eager, load_empty, save
+from hf_families import build, load_empty, load_resident, save
 from torch import nn
 
 import moecache
@@ -102,7 +102,7 @@ def test_strict_export_and_full_graphs_say_why(attached) -> None:
 def test_compiling_breaks_the_graph_and_says_nothing(attached, mixtral: Path, monkeypatch) -> None:
     ignored: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", ignored.append)
-    eager, compiled = load_eager(mixtral), torch.compile(attached, backend="eager")
+    eager, compiled = load_resident(mixtral), torch.compile(attached, backend="eager")
     for ids in (IDS, IDS[:, :1]):
         assert torch.equal(compiled(ids).logits, eager(ids).logits)
     assert ignored == []
@@ -117,7 +117,7 @@ def _environment() -> dict[str, str]:
 @torch.no_grad()
 def test_parameters_given_after_attaching_are_refused(attached, mixtral: Path) -> None:
     """They would be ignored: the cache feeds what is in its bank."""
-    eager = load_eager(mixtral)
+    eager = load_resident(mixtral)
     with pytest.raises(AttachError, match="was replaced or wrapped after the model was attached"):
         torch.func.functional_call(attached, dict(eager.named_parameters()), (IDS,))
     assert torch.equal(
@@ -149,20 +149,6 @@ def test_what_changes_neither_dtype_nor_device_is_done(attached) -> None:
     assert all(param.is_shared() for param in attached.parameters() if not param.is_meta)
     with torch.no_grad():
         attached(IDS)
-
-
-@pytest.mark.failure("C12")
-@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
-def test_another_implementation_than_eager_is_said_once(mixtral: Path, caplog, implementation: str) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(mixtral, experts_implementation=implementation)
-    moecache.attach(model, 8)
-    with torch.no_grad():
-        assert torch.equal(model(IDS).logits, model(IDS).logits)
-    said = warnings_in(caplog)
-    assert len(said) == (implementation != "eager")
-    assert all(f"experts_implementation='{implementation}'" in text and "'eager'" in text for text in said)
-    moecache.detach(model)
-    assert model.config._experts_implementation == implementation
 
 
 def test_what_was_kept_out_says_nothing(mixtral: Path, caplog) -> None:
@@ -219,7 +205,7 @@ def test_placement_over_several_devices_is_refused(mixtral: Path, tmp_path: Path
 
 @pytest.mark.failure("C11", "H33", "107")
 def test_what_cannot_be_kept_out_is_said_with_its_cost(mixtral: Path, caplog) -> None:
-    eager = load_eager(mixtral)
+    eager = load_resident(mixtral)
     cost = f"{2 * 8 * 3 * 32 * 48 * 4:,} bytes"
     for file in mixtral.glob("*.safetensors*"):
         file.unlink()
@@ -266,7 +252,7 @@ def test_conversion_into_ram_is_said_with_its_cost(tmp_path: Path, caplog) -> No
 
 @pytest.mark.failure("H32", "112")
 def test_cast_between_loading_and_attaching(mixtral: Path, caplog) -> None:
-    eager, model = load_eager(mixtral).half(), load_empty(mixtral).half()
+    eager, model = load_resident(mixtral).half(), load_empty(mixtral).half()
     with pytest.raises(
         CheckpointError, match=r"loaded as torch.float32 and then cast to torch.float16; use bank='ram'"
     ):
@@ -288,7 +274,7 @@ def test_a_model_that_is_decompressed_at_its_first_forward_is_refused(mixtral: P
 
 @pytest.mark.failure("H34")
 def test_base_model_of_a_model_that_was_kept_out(mixtral: Path) -> None:
-    model, eager = load_empty(mixtral), load_eager(mixtral)
+    model, eager = load_empty(mixtral), load_resident(mixtral)
     cache = moecache.attach(model.model, 8, bank="disk")
     assert cache.bank.layer_names[0] == "model.layers.0.mlp.experts"
     with torch.no_grad():
@@ -301,7 +287,7 @@ def test_base_model_of_a_model_that_was_kept_out(mixtral: Path) -> None:
 
 @pytest.mark.failure("H34", "110")
 def test_wrapper_around_a_model(mixtral: Path) -> None:
-    model, eager = load_empty(mixtral), load_eager(mixtral)
+    model, eager = load_empty(mixtral), load_resident(mixtral)
     for wrapper in (Logits(model), torch.compile(model, backend="eager")):
         cache = moecache.attach(wrapper, 8)
         assert model.moecache is cache
@@ -313,7 +299,7 @@ def test_wrapper_around_a_model(mixtral: Path) -> None:
 
 def adapter(folder: Path, base: Path, **options: Any) -> Path:
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    model = peft.get_peft_model(load_eager(base), peft.LoraConfig(r=2, init_lora_weights=False, **options))
+    model = peft.get_peft_model(load_resident(base), peft.LoraConfig(r=2, init_lora_weights=False, **options))
     model.save_pretrained(folder)
     return folder
 
@@ -321,7 +307,7 @@ def adapter(folder: Path, base: Path, **options: Any) -> Path:
 @pytest.mark.failure("H31", "H34", "118")
 def test_adapters_of_attention(mixtral: Path, tmp_path: Path) -> None:
     folder = adapter(tmp_path / "adapter", mixtral, target_modules=["q_proj", "v_proj"])
-    eager = load_eager(mixtral)
+    eager = load_resident(mixtral)
     eager.load_adapter(str(folder))
     with torch.no_grad():
         expected = eager(IDS).logits

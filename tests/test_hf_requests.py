@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_families import continued, left_padded, load_eager, load_empty, save
+from hf_families import continued, left_padded, load_empty, load_resident, save
 from transformers import DynamicCache, GenerationConfig, StaticCache, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
@@ -265,7 +265,7 @@ def test_continuous_batching_is_one_request_and_answers_like_the_resident_model(
     def answers(model) -> list[list[int]]:
         return [output.generated_tokens for output in model.generate_batch(prompts, generation_config=config).values()]
 
-    expected = answers(load_eager(folder))
+    expected = answers(load_resident(folder))
     assert all(len(answer) == 6 for answer in expected)
     assert answers(model) == expected
     gc.collect()
@@ -279,7 +279,7 @@ def test_a_draft_model_with_a_cache_of_its_own(
 ) -> None:
     small = load_empty(save("mixtral", tmp_path, num_hidden_layers=1))
     moecache.attach(small, 4)
-    expected = generate(load_eager(folder), n=8)
+    expected = generate(load_resident(folder), n=8)
     assert torch.equal(generate(model, n=8, assistant_model=small), expected)
     of_target = [request for request in opened if request.cache is model.moecache]
     of_draft = [request for request in opened if request.cache is small.moecache]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
-from hf_families import continued, left_padded, load_eager, load_empty, save
+from hf_families import continued, left_padded, load_empty, load_resident, save
 from transformers import StaticCache
 from transformers.masking_utils import create_causal_mask
 
@@ -25,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def eager(folder: Path):
-    return load_eager(folder)
+    return load_resident(folder)
 
 
 @pytest.fixture(params=["sdpa", "eager"])
@@ -225,7 +226,7 @@ def test_rows_of_nan_are_not_counted_and_others_are_right(folder: Path, model, o
     embeds = model.get_input_embeddings()(ids)
     embeds[1] = torch.nan  # a whole sequence
     embeds[2, 6] = torch.nan  # a sequence from some token on
-    eager = load_eager(folder, attn_implementation=model.config._attn_implementation)
+    eager = load_resident(folder, attn_implementation=model.config._attn_implementation)
     logits = model(inputs_embeds=embeds).logits
     assert torch.allclose(logits, eager(inputs_embeds=embeds).logits, rtol=0, atol=0, equal_nan=True)
     assert not logits[[0, 3]].isnan().any()
@@ -235,6 +236,19 @@ def test_rows_of_nan_are_not_counted_and_others_are_right(folder: Path, model, o
     sound = int((~logits.isnan().any(-1)).sum())
     assert sound in (9 + 9, 9 + 9 + 6)
     assert [int(layer.sum()) for layer in opened[0].counts] == [sound * TOP_K] * 2
+
+
+@torch.no_grad()
+@pytest.mark.failure("D15", "42")
+def test_a_decoded_token_of_nan_is_not_counted_in_any_layer(model, opened: list[Request]) -> None:
+    """It is looked at in the first layer only; the next token is looked at anew."""
+    past = model(torch.tensor([[5, 6, 7]])).past_key_values
+    before = [int(layer.sum()) for layer in opened[0].counts]
+    embeds = model.get_input_embeddings()(torch.tensor([[8]]))
+    model(inputs_embeds=embeds * torch.nan, **continued(model, copy.deepcopy(past)))
+    assert [int(layer.sum()) for layer in opened[-1].counts] == [0, 0]
+    model(inputs_embeds=embeds, **continued(model, past))
+    assert [int(layer.sum()) for layer in opened[0].counts] == [n + TOP_K for n in before]
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from dataclasses import fields, replace
 from os import PathLike
 from pathlib import Path
@@ -19,10 +18,11 @@ from ..cache import ExpertCache
 from ..checkpoint import CheckpointIndex
 from ..errors import AttachError
 from ..options import CacheOptions
-from .experts import NAME, ExpertsLayer, LayerState, discover
-from .forms import Form
+from .discovery import NAME, ExpertsLayer, discover
+from .experts import LayerState
 from .generation import GenerateWatch
 from .guards import NOT_RECORDED, check_attachable, guard, refuse_load, refuse_recording, unguard
+from .implementations import Implementations, implementations_of
 from .loading import kept_out, loaded_whole
 from .needs import nbytes_to_come
 from .requests import Requests
@@ -32,8 +32,6 @@ __all__ = ["Attachment", "attach", "detach", "load"]
 
 BankChoice = Literal["disk", "ram"] | None
 
-_log = logging.getLogger("moecache")
-
 
 def attach(
     model: PreTrainedModel,
@@ -41,14 +39,16 @@ def attach(
     *,
     bank: BankChoice = None,
     context: int | None = None,
+    experts_implementation: str | None = None,
     options: CacheOptions | None = None,
     **arguments: Any,
 ) -> ExpertCache:
     """Run a model's experts from a cache; ``model.generate()`` is called as before.
 
-    Outputs equal, bit by bit, those of the model with ``experts_implementation="eager"``. Other implementations
-    (``grouped_mm`` is what transformers takes by itself) differ from eager in their last bits, so a model that came
-    with one may answer otherwise than before; one line in the log says so.
+    Outputs equal, bit by bit, those of the model before, whatever experts implementation it was loaded with
+    (transformers takes ``grouped_mm`` by itself). A model whose experts were kept out equals what ``from_pretrained``
+    would have made without that. ``model.set_experts_implementation()`` changes what the outputs equal, as it does for
+    a model without a cache.
 
     Parameters
     ----------
@@ -64,6 +64,9 @@ def attach(
     context : int, optional
         Tokens, prompt and answer over all sequences at once, whose KV cache and activations ``capacity="auto"`` leaves room
         for; by default 4,096, or fewer where the model knows no more positions.
+    experts_implementation : str, optional
+        ``"eager"``, ``"grouped_mm"``, ``"batched_mm"`` or another that transformers knows: whose bits the outputs are to
+        have, where not those of the model's own.
     options : CacheOptions, optional
         What most users never set. `padding_id` and `reserve` are the model's where they are None.
     **arguments
@@ -77,22 +80,26 @@ def attach(
     Raises
     ------
     UnsupportedModelError
-        The model has no MoE layers, or experts of a form the library does not know.
+        The model has no MoE layers, or no way was found to give the bits of its experts implementation.
     AttachError
         The model is attached already, or hooked or wrapped by another library, or ``bank="disk"`` and its experts were
-        not kept out.
+        not kept out, or the implementation is unknown.
     CheckpointError
         Experts are not found whole, or ``bank="disk"`` and the checkpoint's bytes are not the parameters' bytes.
     """
     model = _inner(model)
     layers = discover(model)
     check_attachable(model, layers)
+    names = implementations_of(model, layers, experts_implementation)
     # What is made here outlives the caller's inference mode and is used outside of it.
     with torch.inference_mode(False), torch.no_grad():
         expert_bank = _make_bank(model, layers, bank)
         try:
             device, top_k = _device(model), _top_k(layers)
-            forms = choose_forms([layer.module for layer in layers], expert_bank, top_k, device)
+            modules = [layer.module for layer in layers]
+            implementations = Implementations(
+                model, layers, names, lambda wanted: choose_forms(modules, expert_bank, top_k, device, wanted)
+            )
             options = options or CacheOptions()
             if options.padding_id is None:
                 options = replace(options, padding_id=_padding_id(layers))
@@ -103,8 +110,7 @@ def attach(
         except BaseException:
             expert_bank.close()
             raise
-        _tell_implementation(layers)
-        attachment = Attachment(model, layers, forms, cache)
+        attachment = Attachment(model, layers, implementations, cache)
         try:
             attachment.install()
         except BaseException:
@@ -131,7 +137,12 @@ def detach(model: PreTrainedModel) -> None:
 
 
 def load(
-    path: str | PathLike[str], *, capacity: int | float | str = 0.25, bank: BankChoice = None, **arguments: Any
+    path: str | PathLike[str],
+    *,
+    capacity: int | float | str = 0.25,
+    bank: BankChoice = None,
+    experts_implementation: str | None = None,
+    **arguments: Any,
 ) -> PreTrainedModel:
     """Load a model with its experts kept out, and attach a cache.
 
@@ -139,7 +150,7 @@ def load(
     ----------
     path : str or Path
         A folder or a name on the hub, as for ``from_pretrained``.
-    capacity, bank
+    capacity, bank, experts_implementation
         See :func:`attach`.
     **arguments
         Those of :class:`moecache.ExpertCache` and :func:`attach` by name; all others go to ``from_pretrained``.
@@ -171,7 +182,7 @@ def load(
     architecture = (config.architectures or [""])[0]
     cls = getattr(transformers, architecture, AutoModelForCausalLM)
     model = cls.from_pretrained(path, experts_implementation=NAME, **arguments)
-    attach(model, capacity, bank=bank, **cache_arguments)
+    attach(model, capacity, bank=bank, experts_implementation=experts_implementation, **cache_arguments)
     return model
 
 
@@ -179,26 +190,25 @@ class Attachment:
     """All that attaching changes on a model, so that detaching undoes it. Copies of the model share it."""
 
     def __init__(
-        self, model: PreTrainedModel, layers: list[ExpertsLayer], forms: list[Form], cache: ExpertCache
+        self, model: PreTrainedModel, layers: list[ExpertsLayer], implementations: Implementations, cache: ExpertCache
     ) -> None:
-        self.model, self.layers, self.forms, self.cache = model, layers, forms, cache
+        self.model, self.layers, self.implementations, self.cache = model, layers, implementations, cache
         self.requests = Requests(cache, model)
         self._handles: list[Any] = []
         self._guarded: list[nn.Module] = []
-        self._implementations: list[tuple[Any, Any]] = []
 
     def install(self) -> None:
-        for number, (layer, form) in enumerate(zip(self.layers, self.forms, strict=True)):
+        for number, layer in enumerate(self.layers):
             for name, param in layer.params.items():
                 if param.device.type != "meta":
                     layer.module._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=False)
-            layer.module._moecache = LayerState(self, number, form)  # type: ignore[assignment]
+            layer.module._moecache = LayerState(self, number)  # type: ignore[assignment]
             module: Any = layer.module
             self._handles += [
                 module.register_state_dict_post_hook(_StreamBack(self, number)),
                 module.register_load_state_dict_pre_hook(refuse_load),
             ]
-        self._switch_implementation()
+        self.implementations.install()
         self._handles += [
             self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             self.model.register_forward_hook(self._after_forward, always_call=True),
@@ -225,8 +235,7 @@ class Attachment:
             layer.module._parameters.update(layer.params)
             layer.module.__dict__.pop("_moecache", None)
         unguard(self._guarded)
-        for config, implementation in self._implementations:
-            config._experts_implementation_internal = implementation
+        self.implementations.remove()
         for name in ("_moecache_attachment", "moecache", "generate"):
             self.model.__dict__.pop(name, None)
 
@@ -240,17 +249,12 @@ class Attachment:
     @torch.compiler.disable(reason=NOT_RECORDED)  # type: ignore[untyped-decorator,no-untyped-call]
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refuse_recording()
+        self.implementations.check()
         self.requests.before_forward(args, kwargs)
 
     @torch.compiler.disable(reason=NOT_RECORDED)  # type: ignore[untyped-decorator,no-untyped-call]
     def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.requests.after_forward(output)
-
-    def _switch_implementation(self) -> None:
-        found: list[Any] = [getattr(self.model, "config", None), *(layer.module.config for layer in self.layers)]
-        for config in {id(config): config for config in found if config is not None}.values():
-            self._implementations.append((config, config._experts_implementation))
-            config._experts_implementation_internal = NAME
 
 
 class _StreamBack:
@@ -291,19 +295,6 @@ def _make_bank(model: nn.Module, layers: list[ExpertsLayer], choice: BankChoice)
         [{name: param.detach() for name, param in layer.params.items()} for layer in layers],
         names=[layer.name for layer in layers],
     )
-
-
-def _tell_implementation(layers: list[ExpertsLayer]) -> None:
-    configs = [getattr(layer.module, "config", None) for layer in layers]
-    others = sorted(
-        {str(getattr(config, "_experts_implementation", None)) for config in configs} - {NAME, "eager", "None"}
-    )
-    if others:
-        _log.warning(
-            "the model came with experts_implementation=%r: from here on its outputs equal those of 'eager', whose last "
-            "bits may differ (in bfloat16 now and then a word); load it with 'eager' to compare",
-            ", ".join(others),
-        )
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -1,33 +1,23 @@
-"""Experts modules: which ones a model has, and the forward that replaces theirs."""
+"""The forward of an attached experts module."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+from transformers.integrations.moe import ExpertsInterface
 
-from ..errors import AttachError, UnsupportedModelError
-from .forms import Form, combine, stock_forward
+from ..errors import AttachError
+from .discovery import NAME
+from .forms import stock_forward
 from .guards import NOT_RECORDED, refuse_changed, refuse_recording
 
 if TYPE_CHECKING:
     from .attach import Attachment
+    from .trials import AnyForm
 
-__all__ = ["NAME", "ExpertsLayer", "LayerState", "discover", "register"]
-
-NAME = "moecache"
-
-
-class ExpertsLayer(NamedTuple):
-    """One experts module of a model."""
-
-    name: str
-    module: nn.Module
-    params: dict[str, nn.Parameter]  # those with one row an expert
+__all__ = ["LayerState", "register"]
 
 
 class LayerState(NamedTuple):
@@ -35,54 +25,11 @@ class LayerState(NamedTuple):
 
     attachment: Attachment
     layer: int
-    form: Form
 
 
 def register() -> None:
     """Make ``experts_implementation="moecache"`` known to transformers; a second call changes nothing."""
     ExpertsInterface.register(NAME, experts_forward)
-
-
-def discover(model: nn.Module) -> list[ExpertsLayer]:
-    """All experts modules that dispatch through transformers' experts interface, in the order of the model.
-
-    Raises
-    ------
-    UnsupportedModelError
-        There is none, or one holds no parameters with a row for each expert.
-    """
-    layers = []
-    for name, module in model.named_modules():
-        if not _dispatches(type(module)):  # type: ignore[arg-type]
-            continue
-        count = module.num_experts
-        params = {
-            key: param
-            for key, param in module.named_parameters(recurse=False)
-            if param.dim() > 0 and param.shape[0] == count
-        }
-        if not params:
-            found = {key: tuple(param.shape) for key, param in module.named_parameters()}
-            raise UnsupportedModelError(
-                f"{name} ({type(module).__name__}): expected parameters with one row for each of {count} experts, "
-                f"found {found}"
-            )
-        layers.append(ExpertsLayer(name, module, params))
-    if not layers:
-        similar = sorted({type(m).__name__ for m in model.modules() if "expert" in type(m).__name__.lower()})
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no MoE layers that moecache can page: no module uses transformers' experts "
-            f"interface" + (f"; found {', '.join(similar)}, which do not" if similar else "")
-        )
-    return layers
-
-
-@functools.cache
-def _dispatches(cls: Any) -> bool:
-    forward = cls.forward
-    if not hasattr(forward, "__wrapped__") or not hasattr(cls, "_apply_gate"):
-        return False
-    return inspect.getclosurevars(forward).nonlocals.get("experts_interface") is ALL_EXPERTS_FUNCTIONS
 
 
 @torch.compiler.disable(reason=NOT_RECORDED)  # type: ignore[untyped-decorator,no-untyped-call]
@@ -117,17 +64,17 @@ def experts_forward(
         return _unattached(self, hidden_states, top_k_index, top_k_weights)
     refuse_recording(hidden_states, top_k_index)
     refuse_changed(self, state.attachment.layers[state.layer])
-    refuses = state.form.refuses
-    if refuses:
-        _check_way_of_running(self, refuses, hidden_states.device.type)
+    form = state.attachment.implementations.forms[state.layer]
+    if form.refuses:
+        _check_way_of_running(self, form.refuses, hidden_states.device.type)
     if not torch.is_grad_enabled():
-        return _routed(self, state, hidden_states, top_k_index, top_k_weights)
+        return _routed(self, state, form, hidden_states, top_k_index, top_k_weights)
     if self.training:
         raise AttachError(
             "moecache is for inference: an evicted expert has no gradient; call model.eval(), or moecache.detach(model)"
         )
     with torch.no_grad():
-        result = _routed(self, state, hidden_states, top_k_index, top_k_weights)
+        result = _routed(self, state, form, hidden_states, top_k_index, top_k_weights)
     if hidden_states.requires_grad or top_k_weights.requires_grad:
         return _InferenceOnly.apply(result, hidden_states, top_k_weights)  # type: ignore[no-any-return,no-untyped-call]
     return result
@@ -149,13 +96,14 @@ def _check_way_of_running(module: nn.Module, refuses: frozenset[str], device: st
 def _routed(
     self: nn.Module,
     state: LayerState,
+    form: AnyForm,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
     request, decode, token_mask = state.attachment.requests.current(state.layer, top_k_weights)
     with request.route(state.layer, top_k_index, decode=decode, token_mask=token_mask) as lease:
-        return combine(self, state.form, lease, hidden_states, top_k_index, top_k_weights)
+        return form.run(self, lease, hidden_states, top_k_index, top_k_weights)
 
 
 class _InferenceOnly(torch.autograd.Function):

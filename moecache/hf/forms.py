@@ -16,12 +16,12 @@ from torch import nn
 from torch.nn.functional import linear
 
 __all__ = [
+    "KEPT_NBYTES",
     "Form",
     "Weights",
     "by_flags",
     "by_stock",
     "by_stock_in_float32",
-    "combine",
     "flag",
     "plain",
     "stand_in",
@@ -35,11 +35,35 @@ KEPT_NBYTES = 64 << 20
 
 
 class Form(NamedTuple):
-    """How a class computes: the scaled product of rows with one expert, and the dtype it sums products in."""
+    """How a class's eager forward computes: the scaled product of rows with one expert, and the dtype it sums products in."""
 
     product: Callable[[nn.Module, Weights, int, int, torch.Tensor, torch.Tensor], torch.Tensor]
     sum_dtype: Literal["input", "scale", "float32"]
     refuses: frozenset[str] = frozenset()  # "training", "autocast": where its bits were seen to be others
+
+    def run(
+        self,
+        module: nn.Module,
+        lease: Any,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute each expert as the lease yields it; sum in ascending order of experts.
+
+        Parameters
+        ----------
+        module : nn.Module
+        lease : Lease
+        hidden_states : Tensor ``[T, H]``
+        top_k_index : integer Tensor ``[T, K]``
+        top_k_weights : Tensor ``[T, K]``
+
+        Returns
+        -------
+        Tensor ``[T, H]``
+        """
+        return _combine(module, self, lease, hidden_states, top_k_index, top_k_weights)
 
 
 def stock_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
@@ -47,7 +71,7 @@ def stock_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
     return type(module).forward.__wrapped__  # type: ignore[attr-defined,no-any-return]
 
 
-def combine(
+def _combine(
     module: nn.Module,
     form: Form,
     lease: Any,
@@ -55,7 +79,6 @@ def combine(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute each expert as the lease yields it; sum in ascending order of experts."""
     dtype = hidden_states.dtype
     if form.sum_dtype != "input":
         dtype = torch.float32 if form.sum_dtype == "float32" else top_k_weights.dtype
@@ -173,13 +196,16 @@ def by_stock_in_float32(
     return by_stock(module, weights, slot, expert, rows.float(), scale)
 
 
-def stand_in(module: nn.Module, params: Mapping[str, torch.Tensor]) -> nn.Module:
-    """The experts module with other parameters, unattached and eager; all else is shared with the module."""
+def stand_in(module: nn.Module, params: Mapping[str, torch.Tensor], *, eager: bool = True) -> nn.Module:
+    """The experts module with other parameters, unattached; all else is shared with the module.
+
+    With ``eager`` its configuration is a copy that says so, which takes tens of microseconds.
+    """
     twin: nn.Module = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
     twin.__dict__.pop("_moecache", None)
     twin.__dict__["_parameters"] = {**module._parameters, **params}
-    if "config" in module.__dict__:
+    if eager and "config" in module.__dict__:
         config: Any = copy.copy(module.config)
         config._experts_implementation_internal = "eager"
         twin.__dict__["config"] = config

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
 from ..errors import AttachError, CaptureError, UnsupportedModelError
-
-if TYPE_CHECKING:
-    from .experts import ExpertsLayer
+from .discovery import ExpertsLayer
 
 __all__ = [
     "NOT_RECORDED",
@@ -29,7 +27,7 @@ NOT_RECORDED = (
     "an attached model takes its experts from a cache while it runs, which no graph holds: run it as it is, let "
     "torch.compile break the graph there (fullgraph=False), or call moecache.detach(model) first"
 )
-_GUARDED = ("_apply", "_replicate_for_data_parallel", "set_experts_implementation")
+_GUARDED = ("_apply", "_replicate_for_data_parallel")
 
 
 def refuse_recording(*inputs: Any) -> None:
@@ -77,8 +75,6 @@ def guard(model: nn.Module, layers: list[ExpertsLayer], device: torch.device) ->
             module.__dict__["_apply"] = _ApplyGuard(module, device)
             module.__dict__["_replicate_for_data_parallel"] = _refuse_replicas
             guarded.append(module)
-    if hasattr(model, "set_experts_implementation"):
-        model.__dict__["set_experts_implementation"] = _refuse_switch
     return guarded
 
 
@@ -116,13 +112,6 @@ def _refuse_replicas() -> nn.Module:
     raise AttachError(
         "an attached model cannot be replicated over devices (DataParallel): its cache is on one of them; use one process "
         "and one model a device"
-    )
-
-
-def _refuse_switch(experts_implementation: Any) -> None:
-    raise AttachError(
-        f"the experts of an attached model are in a cache; call moecache.detach(model) before switching to "
-        f"experts_implementation={experts_implementation!r}"
     )
 
 

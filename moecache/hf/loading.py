@@ -32,8 +32,9 @@ from transformers.core_model_loading import (
 from ..bank import ExpertBank
 from ..checkpoint import CheckpointIndex
 from ..errors import AttachError, CheckpointError, UnsupportedModelError
-from .experts import NAME, ExpertsLayer, discover
+from .discovery import NAME, ExpertsLayer, discover
 from .guards import check_decompressed
+from .implementations import implementations_of
 from .mapped import mapped_tensors
 
 __all__ = ["PendingExperts", "keep_experts_out", "kept_out", "loaded_whole"]
@@ -332,8 +333,10 @@ def _tell_whole(model: nn.Module, layers: Sequence[ExpertsLayer], reason: str) -
     params = [param for layer in layers for param in layer.params.values()] or list(model.parameters())
     nbytes = sum(param.numel() * param.dtype.itemsize for param in params)
     _log.warning("experts are not kept out but loaded into memory, %s bytes: %s", f"{nbytes:,}", reason)
-    for layer in layers:
+    for layer, name in zip(layers, implementations_of(model, layers, own=True), strict=True):
         layer.module.__dict__[_WHOLE] = reason
+        config: Any = layer.module.config
+        config._experts_implementation_internal = name
 
 
 def _locate(

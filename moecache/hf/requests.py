@@ -82,7 +82,6 @@ class Requests:
         self._ends = ends_of(model)
         self._by_key: dict[int, OpenRequest] = {}
         self._orphans: deque[OpenRequest] = deque()
-        self._last_layer = cache.layers - 1
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -161,6 +160,7 @@ class Requests:
         """
         current = self._current
         tokens = weights.shape[0]
+        first = not current.inside or current.last_layer < 0
         if not current.inside or current.open is None or not current.open.usable:
             again = layer <= current.last_layer and tokens > 1
             if current.open is None or current.open.ids is not None or again or not current.open.usable:
@@ -172,9 +172,11 @@ class Requests:
         token_mask = current.token_mask
         if token_mask is not None and token_mask.shape[0] != tokens:
             token_mask = None
-        # One token on a device: once a pass, as what is NaN stays so; a look at each layer would wait for the device.
-        if weights.is_cpu or ((tokens > 1 or layer == self._last_layer) and not capturing()):
+        # One token: once a pass, as what is NaN stays so, and a look costs microseconds, or a wait for the device.
+        if (first or tokens > 1) and (weights.is_cpu or not capturing()):
             token_mask = without_nan(weights, token_mask)
+            if tokens == 1:
+                current.token_mask = token_mask
         return current.open.request, current.decode, token_mask
 
     @contextmanager

@@ -10,23 +10,28 @@ from __future__ import annotations
 import math
 import types
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..bank import ExpertBank, ParamSpec
 from ..errors import UnsupportedModelError
-from .forms import Form, Weights, by_flags, by_stock, by_stock_in_float32, combine, flag, plain, stand_in, stock_forward
+from .by_place import PlaceForm, place_forms
+from .forms import Form, Weights, by_flags, by_stock, by_stock_in_float32, flag, plain, stand_in, stock_forward
 
-__all__ = ["choose_form", "choose_forms"]
+__all__ = ["AnyForm", "choose_form", "choose_forms"]
 
 _KNOWN = {"num_experts", "act_fn", "_apply_gate", "post_expert_norm"}  # besides the bank's parameters
 _MOST_TOKENS = 1 << 17
 _MAGNITUDES = (1.0, 1e-3, 30.0, 1e4, 1e8, 0.0)
 _TRIAL_ERRORS = (RuntimeError, AttributeError, KeyError, TypeError, IndexError, ValueError, AssertionError)
+
+
+AnyForm = Form | PlaceForm
 
 
 class _Batch(NamedTuple):
@@ -35,27 +40,53 @@ class _Batch(NamedTuple):
     scale: torch.Tensor
 
 
-def choose_forms(modules: Sequence[nn.Module], bank: ExpertBank, top_k: int | None, device: torch.device) -> list[Form]:
-    """A form for each layer; modules that are alike in all but their experts' parameters share a trial."""
-    forms: list[Form] = []
+def choose_forms(
+    modules: Sequence[nn.Module],
+    bank: ExpertBank,
+    top_k: int | None,
+    device: torch.device,
+    implementations: Sequence[str],
+) -> list[AnyForm]:
+    """A form for each layer; modules that are alike in all but their experts' parameters share a trial.
+
+    Parameters
+    ----------
+    modules : sequence of nn.Module
+    bank : ExpertBank
+    top_k, device
+        See :func:`choose_form`.
+    implementations : sequence of str
+        Of each module, as transformers names them.
+    """
+    forms: list[AnyForm] = []
     for number, module in enumerate(modules):
         kind = bank.layer_kind[number]
         twin = next(
             (
                 i
                 for i in range(number)
-                if bank.layer_kind[i] == kind and _alike(module, modules[i], set(bank.kinds[kind]))
+                if bank.layer_kind[i] == kind
+                and implementations[i] == implementations[number]
+                and _alike(module, modules[i], set(bank.kinds[kind]))
             ),
             None,
         )
-        forms.append(choose_form(module, bank.kinds[kind], device, top_k) if twin is None else forms[twin])
+        forms.append(
+            choose_form(module, bank.kinds[kind], device, top_k, implementations[number])
+            if twin is None
+            else forms[twin]
+        )
     return forms
 
 
 def choose_form(
-    module: nn.Module, specs: Mapping[str, ParamSpec], device: torch.device, top_k: int | None = None
-) -> Form:
-    """The cheapest way to compute this module that equals its own eager forward bit by bit.
+    module: nn.Module,
+    specs: Mapping[str, ParamSpec],
+    device: torch.device,
+    top_k: int | None = None,
+    implementation: str = "eager",
+) -> AnyForm:
+    """The cheapest way to compute this module that equals an experts implementation bit by bit.
 
     Parameters
     ----------
@@ -67,6 +98,8 @@ def choose_form(
         Where it will run.
     top_k : int, optional
         Experts per token, where the model says.
+    implementation : str
+        ``"eager"``, which is the class's own forward, or what transformers calls ``grouped_mm``, ``batched_mm`` and so on.
 
     Raises
     ------
@@ -86,20 +119,44 @@ def choose_form(
         torch.autocast(device.type, enabled=False),
     ):
         warnings.simplefilter("ignore")
-        for shrink in dict.fromkeys((_common_factor(specs), 1)):
-            trial = _Trial(module, specs, shrink, device, top_k)
-            for form in _forms(module, specs, only_stock=bool(extra)):
+        factor = _common_factor(specs)
+        # Another order of the same products is equal in all sizes; other products need not be.
+        real = (
+            None
+            if implementation == "eager" or factor == 1
+            else _Trial(module, specs, 1, device, top_k, implementation)
+        )
+        for shrink in dict.fromkeys((factor, 1)):
+            trial = _Trial(module, specs, shrink, device, top_k, implementation)
+            candidates: Iterable[AnyForm] = (
+                _forms(module, specs, only_stock=bool(extra))
+                if implementation == "eager"
+                else place_forms(module, specs, implementation, device)
+            )
+            for form in candidates:
                 try:
-                    if trial.passes(form):
+                    if trial.passes(form) and (
+                        not isinstance(form, PlaceForm) or real is None or real.passes_briefly(form)
+                    ):
                         return form._replace(refuses=trial.refused(form))
                 except _TRIAL_ERRORS as error:
-                    reasons.append(f"{form.product.__name__}: {str(error)[:200]}")
-    detail = f"; its forward reads {', '.join(extra[:8])}" if extra else ""
-    detail += f" ({reasons[-1]})" if reasons else ""
+                    reasons.append(f"{_name(form)}: {str(error)[:200]}")
+    detail = f" ({reasons[-1]})" if reasons else ""
+    if implementation != "eager":
+        raise UnsupportedModelError(
+            f"{type(module).__name__}: no way was found to compute one expert at a time with the bits of "
+            f"experts_implementation={implementation!r}{detail}; "
+            "attach(model, experts_implementation='eager') gives those of its own forward"
+        )
+    extra_names = f"; its forward reads {', '.join(extra[:8])}" if extra else ""
     raise UnsupportedModelError(
         f"{type(module).__name__}: no way was found to compute one expert at a time with the bits of its own "
-        f"forward{detail}"
+        f"forward{extra_names}{detail}"
     )
+
+
+def _name(form: AnyForm) -> str:
+    return form.name if isinstance(form, PlaceForm) else form.product.__name__
 
 
 def _check_floats(module: nn.Module, specs: Mapping[str, ParamSpec]) -> None:
@@ -112,7 +169,7 @@ def _check_floats(module: nn.Module, specs: Mapping[str, ParamSpec]) -> None:
         )
 
 
-def _forms(module: Any, specs: Mapping[str, ParamSpec], *, only_stock: bool) -> Iterable[Form]:
+def _forms(module: Any, specs: Mapping[str, ParamSpec], *, only_stock: bool) -> Iterator[Form]:
     if not only_stock:
         plain_flags = flag(module, "has_gate", True) and not (
             flag(module, "has_bias") or flag(module, "is_transposed") or flag(module, "has_post_expert_norm")
@@ -136,13 +193,24 @@ class _Trial:
     """One experts module with random weights for all its experts, and the batches that forms are tried on."""
 
     def __init__(
-        self, module: nn.Module, specs: Mapping[str, ParamSpec], shrink: int, device: torch.device, top_k: int | None
+        self,
+        module: nn.Module,
+        specs: Mapping[str, ParamSpec],
+        shrink: int,
+        device: torch.device,
+        top_k: int | None,
+        implementation: str,
     ) -> None:
         self._generator = torch.Generator("cpu").manual_seed(0)
         self._device = device
         self._experts = int(module.num_experts)  # type: ignore[arg-type]
-        self._weights = {name: self._stacked(spec, shrink) for name, spec in specs.items()}
+        # Expert e lies in slot e + 1, so that what takes one for the other is seen.
+        self._slots = {name: self._stacked(spec, shrink) for name, spec in specs.items()}
+        self._weights = {name: tensor[1:] for name, tensor in self._slots.items()}
         self._stock = _isolated(module, self._weights)
+        self._run: Callable[..., torch.Tensor] = (
+            stock_forward(module) if implementation == "eager" else ALL_EXPERTS_FUNCTIONS[implementation]
+        )
         self._subject = _isolated(module, {})
         self._dtype = next(iter(self._weights.values())).dtype
         first = self._weights.get("down_proj", next(iter(self._weights.values())))
@@ -152,10 +220,15 @@ class _Trial:
         self._boundaries = sorted({int(n) for n in numbers if n == int(n) and 3 < n <= _MOST_TOKENS})
         self._top_k = min(top_k or 8, self._experts)
 
-    def passes(self, form: Form) -> bool:
+    def passes(self, form: AnyForm) -> bool:
         return all(self._equal(form, batch) for batch in self._batches())
 
-    def refused(self, form: Form) -> frozenset[str]:
+    def passes_briefly(self, form: PlaceForm) -> bool:
+        # batched_mm copies the weights of every token's experts, which are large here.
+        lengths = (1, 3) if form.name == "grouped_mm" else (1,)
+        return all(self._equal(form, self._batch(self._ids(tokens, self._top_k), self._dtype)) for tokens in lengths)
+
+    def refused(self, form: AnyForm) -> frozenset[str]:
         """Ways of running in which this form's bits are not the module's, though they are otherwise."""
         batches = [self._batch(self._ids(tokens, self._top_k), self._dtype) for tokens in (1, 17)]
         found = set()
@@ -170,27 +243,36 @@ class _Trial:
                 found.add("autocast")
         return frozenset(found)
 
-    def _all_equal(self, form: Form, batches: Sequence[_Batch]) -> bool:
+    def _all_equal(self, form: AnyForm, batches: Sequence[_Batch]) -> bool:
         for batch in batches:
             try:
                 expected = self._forward(batch)
             except _TRIAL_ERRORS:
                 continue  # the model's own forward fails there as well, and says so
             try:
-                if not _same_bits(self._combined(form, batch), expected):
+                if not all(_same_bits(found, expected) for found in self._found(form, batch)):
                     return False
             except _TRIAL_ERRORS:
                 return False
         return True
 
-    def _equal(self, form: Form, batch: _Batch) -> bool:
-        return _same_bits(self._combined(form, batch), self._forward(batch))
+    def _equal(self, form: AnyForm, batch: _Batch) -> bool:
+        try:
+            expected = self._forward(batch)
+        except _TRIAL_ERRORS:
+            if len(batch.ids):
+                raise
+            return True  # the implementation cannot run without tokens either
+        return all(_same_bits(found, expected) for found in self._found(form, batch))
 
     def _forward(self, batch: _Batch) -> torch.Tensor:
-        return stock_forward(self._stock)(self._stock, *batch)
+        return self._run(self._stock, *batch)
 
-    def _combined(self, form: Form, batch: _Batch) -> torch.Tensor:
-        return combine(self._subject, form, _Shuffled(self._weights, batch.ids), *batch)
+    def _found(self, form: AnyForm, batch: _Batch) -> Iterator[torch.Tensor]:
+        # As a step computes whose experts land one after another, and as one whose experts are all resident.
+        yield form.run(self._subject, _Shuffled(self._slots, batch.ids, missing=1), *batch)
+        if isinstance(form, PlaceForm):
+            yield form.run(self._subject, _Shuffled(self._slots, batch.ids, missing=0), *batch)
 
     def _batches(self) -> Iterator[_Batch]:
         for scale_dtype in dict.fromkeys((self._dtype, torch.float32)):
@@ -210,8 +292,8 @@ class _Trial:
         # Experts overlap in memory, each 64 elements after the one before: all differ, and none is large.
         shape = [size // shrink for size in spec.shape]
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        memory = self._random(math.prod(shape) + 64 * (self._experts - 1), dtype=spec.dtype)
-        stacked = memory.as_strided((self._experts, *shape), (64, *strides))
+        memory = self._random(math.prod(shape) + 64 * self._experts, dtype=spec.dtype)
+        stacked = memory.as_strided((self._experts + 1, *shape), (64, *strides))
         return stacked.contiguous() if stacked.numel() < 1 << 24 else stacked
 
     def _random(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -243,11 +325,12 @@ class _Trial:
 
 
 class _Shuffled:
-    """A lease on experts that are all there, yielded in descending order, to try a form with."""
+    """A lease on experts that are all there, yielded in descending order, to try a form with; expert e in slot e + 1."""
 
-    def __init__(self, weights: Weights, ids: torch.Tensor) -> None:
-        self.weights = weights
+    def __init__(self, weights: Weights, ids: torch.Tensor, missing: int) -> None:
+        self.weights, self.missing = weights, missing
         self.experts = sorted(set(ids.flatten().tolist()))
+        self.slots = [expert + 1 for expert in self.experts]
         self.in_order = False
         self._ids = ids
         self.positions: torch.Tensor
@@ -255,7 +338,7 @@ class _Shuffled:
     def ready(self) -> Iterator[tuple[int, int, torch.Tensor]]:
         for expert in reversed(self.experts):
             self.positions, tokens = torch.where(self._ids.t() == expert)
-            yield expert, expert, tokens
+            yield expert, expert + 1, tokens
 
 
 def _isolated(module: nn.Module, params: Mapping[str, torch.Tensor]) -> nn.Module:
