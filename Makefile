@@ -18,10 +18,12 @@ NATIVE := $(foreach kind,pyx pxd pxi h,$(wildcard moecache/*.$(kind) moecache/*/
 # Of `make soak` in all; of `make fuzz` for each target.
 SECONDS ?= 1800
 FUZZ_SECONDS ?= 600
+# Processes of `make test`, at most; as many as there are processors otherwise.
+WORKERS ?= 4
 
 help:
 	@echo "make demo    text from the tiny model, three quarters of its experts on disk, checked against the resident model"
-	@echo "make test    the tests, with short forms of the four that follow"
+	@echo "make test    the tests, WORKERS=$(WORKERS) processes at most, with short forms of the four that follow"
 	@echo "make test-processors    the parity tests with each instruction set that MKL, oneDNN and torch can be held to"
 	@echo "make sanitize    the compiled modules under gcc's address, undefined behaviour and thread sanitizers"
 	@echo "make soak    SECONDS=$(SECONDS) of everything at once: threads, interrupts, resizes, failing copies, forks; nothing may grow"
@@ -52,8 +54,9 @@ $(PEERS): $(INSTALLED)
 demo: $(BUILT)
 	$(BIN)/python examples/decode.py --capacity 0.25 --bank disk --check
 
+# A file's tests stay in one process: what they share is made once.
 test: $(BUILT)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses $(WORKERS) --dist loadfile
 
 # Values that are tried one by one; what each library would choose by itself is what `make test` runs.
 PROCESSORS := MKL_CBWR=COMPATIBLE MKL_CBWR=AVX2 ONEDNN_MAX_CPU_ISA=SSE41 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=default
