@@ -103,7 +103,7 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def tell(benchmark: BenchmarkFixture, **figures: float) -> None:
+def report(benchmark: BenchmarkFixture, **figures: float) -> None:
     benchmark.extra_info.update(figures)
     print(f"\n{benchmark.name}: " + ", ".join(f"{name} {value:g}" for name, value in figures.items()), end="")
 
@@ -138,7 +138,7 @@ def side_by_side(
     benchmark.pedantic(turn, setup=between, rounds=ROUNDS)
     copying = world.engine.counters()["busy_ns"] / 1e9 / sum(ours)
     plain_s, engine_s = np.array(theirs), np.array(ours)
-    tell(
+    report(
         benchmark,
         rate_over_plain_copy=round(np.median(plain_s / engine_s), 3),
         GB_per_s=round(nbytes / np.median(engine_s) / 1e9, 2),
@@ -217,7 +217,7 @@ def test_copies_past_the_caches_and_their_reader(benchmark: BenchmarkFixture, he
         times[way].clear()
     benchmark.pedantic(lambda: turn("past"), setup=lambda: turn("through"), rounds=ROUNDS)
     past, through = np.array(times["past"]), np.array(times["through"])
-    tell(
+    report(
         benchmark,
         copy_speedup=round(np.median(through[:, 0] / past[:, 0]), 3),
         copy_and_read_speedup=round(np.median(through.sum(1) / past.sum(1)), 3),
@@ -264,7 +264,7 @@ def test_files_against_one_loop_of_reads(
         plain, huge = (read_plainly(tmp_path / "shard", world.experts.nbytes, huge) for huge in (False, True))
         side_by_side(benchmark, world, lambda: world.prefetch(everything), plain, reads_into_huge_pages=huge)
         counters = world.engine.counters()
-        tell(benchmark, direct=counters["direct_reads"], buffered=counters["buffered_reads"])
+        report(benchmark, direct=counters["direct_reads"], buffered=counters["buffered_reads"])
 
 
 @pytest.mark.parametrize("place", ["memory", "file"])
@@ -302,7 +302,7 @@ def test_one_expert_on_demand(benchmark: BenchmarkFixture, tmp_path: Path, nbyte
         benchmark.pedantic(demand, setup=plain, rounds=min(experts, 400), warmup_rounds=5)
         assert (world.slots[0] == world.experts[order[(len(ours) - 1) % experts]]).all()
         ours_us, plain_us = np.median(ours) * 1e6, np.median(theirs) * 1e6
-        tell(
+        report(
             benchmark,
             on_top_us=round(ours_us - plain_us, 1),
             submit_and_wait_us=round(ours_us, 1),
@@ -321,7 +321,7 @@ def test_overhead_of_a_job(benchmark: BenchmarkFixture, level: str) -> None:
     copy = world.fetch if level == "demand" else world.prefetch
     with world.engine:
         benchmark.pedantic(lambda: copy(everything), rounds=100, warmup_rounds=5)
-    tell(benchmark, us_per_job=round(benchmark.stats.stats.median / jobs * 1e6, 3))
+    report(benchmark, us_per_job=round(benchmark.stats.stats.median / jobs * 1e6, 3))
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])
@@ -336,7 +336,7 @@ def test_a_limited_link_reaches_its_rate(benchmark: BenchmarkFixture, chunk: int
         benchmark.pedantic(lambda: world.fetch(everything), rounds=5, warmup_rounds=1)
         measured = world.engine.link_rate
     reached = world.experts.nbytes / benchmark.stats.stats.median
-    tell(benchmark, rate_of_limit=round(reached / rate, 3), measured_rate_of_limit=round(measured / rate, 3))
+    report(benchmark, rate_of_limit=round(reached / rate, 3), measured_rate_of_limit=round(measured / rate, 3))
 
 
 @pytest.mark.parametrize("queued", [1, 10, 100])
@@ -403,7 +403,7 @@ def test_a_demand_behind_prefetches(benchmark: BenchmarkFixture, design: str, qu
     with engine:
         benchmark.pedantic(behind, rounds=3 if design == "published" and queued == 100 else 9)
     started, last = (np.array(firsts) - min(chunk, nbytes) / rate) * 1e3, np.array(lasts) * 1e3
-    tell(
+    report(
         benchmark,
         start_ms=round(max(np.median(started), 0.0), 2),
         latest_start_ms=round(max(started.max(), 0.0), 2),

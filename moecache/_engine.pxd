@@ -199,7 +199,7 @@ cdef struct EngineState:    # written with `lock` held, except where a field say
     bint closing            # no job is taken any more, threads are to end
     int32_t threads         # I/O threads that were started
     int32_t threads_entered     # that are past the link's enter()
-    int32_t threads_ended   # before they were told to
+    int32_t threads_ended   # before the engine was closed
     int thread_error        # why, if it is known
     int32_t sleepers        # I/O threads that sleep
     int32_t drainers        # callers that sleep until no job is left

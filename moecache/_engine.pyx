@@ -2,7 +2,7 @@
 """What moves bytes: a queue of two levels, native I/O threads, and the links they copy over.
 
 It knows sources, slots and segments, not experts, and decides nothing. A submission is one native call; a slot's
-number in ``complete`` tells when its bytes are all there; waiting never holds the GIL, and a waiting caller copies
+number in ``complete`` says when its bytes are all there; waiting never holds the GIL, and a waiting caller copies
 what it waits for itself where the link allows that. The parts are in ``_transfer/``, one idea a file.
 """
 

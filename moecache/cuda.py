@@ -32,7 +32,7 @@ STAGED_CHUNK = 2 << 20
 
 # Flags of events, streams and allocations.
 EVENT_WITHOUT_TIMING, STREAM_NON_BLOCKING, ALLOC_PORTABLE = 2, 1, 1
-# Where cuda-python is told to take 0 for a stream of each thread, torch's 0 is still the one stream of them all.
+# Where cuda-python is set to take 0 for a stream of each thread, torch's 0 is still the one stream of them all.
 STREAM_LEGACY = 1
 
 

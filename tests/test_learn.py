@@ -122,7 +122,7 @@ def test_the_log_forgets_its_oldest(tmp_path: Path, trace: Trace, monkeypatch: p
             assert sum(parts) <= 1_000
         assert tokens > 2_000
         assert sum(parts) > 500
-        # One that never ends is taken down as far as there is room.
+        # One that never ends is logged as far as the log has capacity.
         with cache.request() as request:
             for row in range(1_500):
                 take(request, trace, row)

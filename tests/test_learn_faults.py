@@ -177,7 +177,7 @@ def test_learning_that_cannot_begin_says_why(tmp_path: Path) -> None:
         make_cache(tmp_path / "a", policy="lru")
     with make_cache(tmp_path / "a"), pytest.raises(LearnError, match="another cache learns"):
         make_cache(tmp_path / "a")
-    # A cache that cannot be made lets go of the folder.
+    # A cache that cannot be made releases the folder.
     with pytest.raises(TypeError, match="_Link"):
         make_cache(tmp_path / "a", options=CacheOptions(link=object()))
     make_cache(tmp_path / "a").close()

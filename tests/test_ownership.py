@@ -161,8 +161,8 @@ def test_what_holds_addresses_is_not_copied(how: Callable[[Any], Any], tmp_path:
     tensors = layer_tensors()
     bank = ExpertBank.from_tensors(tensors)
     sources = bank.sources({(0, "w"): 0})
-    room = np.zeros((2, 256), np.uint8)
-    engine = Engine(sources, np.array([room.ctypes.data]), np.array([256]), np.zeros(2, np.int32), owner=room)
+    target = np.zeros((2, 256), np.uint8)
+    engine = Engine(sources, np.array([target.ctypes.data]), np.array([256]), np.zeros(2, np.int32), owner=target)
     with engine:
         for what in (bank, sources, engine, HostLink(), FileLink(), ThrottledLink(HostLink(), 1e9)):
             with pytest.raises(CopyError, match="cannot be pickled") as caught:

@@ -56,7 +56,7 @@ cdef class _Handle:
     cdef EngineState state          # what threads and callers share
     cdef pthread_t threads[MAX_THREADS]     # the first `state.threads` were started
     cdef int32_t forks              # of the process when this was made; another number: this is a forked child
-    cdef bint closed                # set once, before the threads are told to end
+    cdef bint closed                # set once, before the threads are asked to end
     cdef _Link link                 # what bytes travel over
     cdef bint counted               # among the link's users
     cdef int32_t regions_count      # length of the state's arrays of regions

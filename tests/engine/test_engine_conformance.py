@@ -197,7 +197,7 @@ def test_a_stalled_copy_is_not_complete_before_it_says_so(backend: Backend, land
     held_back(world, 1)
     if landed:
         until(lambda: world.holds(0, 0))
-    elif backend.kind not in ("mock-cuda", "cuda"):  # a device copies when it likes; nobody has been told
+    elif backend.kind not in ("mock-cuda", "cuda"):  # a device copies when it likes; nobody was notified
         assert (world.regions[0][0] == POISON).all()
     with pytest.raises(TransferError, match=r"not complete after 0\.01 s: source 0 \(slot 0, generation 1\)"):
         world.wait_all([job], 0.01)
@@ -298,7 +298,7 @@ def test_a_waiter_asleep_through_a_pause_is_served_after_it(backend: Backend) ->
 
 @pytest.mark.failure("6")
 def test_a_slots_next_copy_never_touches_what_a_slow_reader_reads(backend: Backend) -> None:
-    """The reader takes its time; its slot is given on when it is done, all others at once and with copies given up."""
+    """The reader takes its time; its slot gets the next occupant when it is done, all others at once, with copies dropped."""
     nbytes, slots, sources = 40_000, 4, 6
     world = backend.simple(sources, nbytes, slots, chunk_bytes=4096, window_bytes=3 * 4096)
     rng = np.random.default_rng(0)
@@ -324,7 +324,7 @@ def test_a_slots_next_copy_never_touches_what_a_slow_reader_reads(backend: Backe
 def test_a_hundred_thousand_operations_of_two_threads_with_poisoned_free_slots(backend: Backend) -> None:
     """Prefetches, raises, drops, demands and waits, each thread in slots of its own.
 
-    A slot is poisoned when it is given up. Poison that has changed by the time the slot is given away again, or bytes
+    A slot is poisoned when its expert is evicted. Poison that has changed by the time the slot is given away again, or bytes
     that are not the expert's when it is complete, are what a late chunk of an earlier occupant would leave.
     """
     sources, each, nbytes, wanted = 16, 8, 600, 50_000
@@ -347,7 +347,7 @@ def test_a_hundred_thousand_operations_of_two_threads_with_poisoned_free_slots(b
             generation += 1
             guess = rng.integers(sources, size=each)
             world.engine.submit(prefetch=rows(guess), priority=priority)
-            # Half of the guesses are right and joined, the others dropped or displaced by the slot's next tenant.
+            # Half of the guesses are right and joined, the others dropped or displaced by the slot's next occupant.
             source = np.where(rng.random(each) < 0.5, guess, rng.integers(sources, size=each))
             wrong = source != guess
             dropped = np.stack([mine, generation], axis=1)[wrong & (rng.random(each) < 0.5)]

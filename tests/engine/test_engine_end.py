@@ -98,7 +98,7 @@ def test_a_thread_that_is_gone_is_an_error_and_not_a_hang() -> None:
 
 
 @pytest.mark.failure("21")
-def test_an_engine_nobody_holds_stops_and_lets_go_of_its_owner() -> None:
+def test_a_collected_engine_stops_and_releases_its_owner() -> None:
     class Owner:
         pass
 

@@ -103,7 +103,7 @@ def test_a_failed_prefetch_is_only_counted() -> None:
         assert world.holds(0, 0)
 
 
-def test_one_that_is_there_is_returned_before_one_that_failed() -> None:
+def test_a_complete_job_is_returned_before_a_failed_one() -> None:
     world = simple(2, 100, 2, link=FaultyLink(HostLink(), fail_at=1))
     with world.engine:
         jobs = world.fetch((0, 0))

@@ -40,12 +40,12 @@ def test_a_limited_link_measures_at_its_limit() -> None:
         {"jitter_s": -1e-9},
     ],
 )
-def test_numbers_that_no_link_has_are_refused(arguments: dict[str, Any]) -> None:
+def test_invalid_rates_and_latencies_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="need bytes_per_s > 0"):
         ThrottledLink(HostLink(), **{"bytes_per_s": 1e9, **arguments})
 
 
-def test_a_link_of_limited_rate_is_not_limited_twice() -> None:
+def test_a_throttled_link_cannot_wrap_an_asynchronous_one() -> None:
     with pytest.raises(ValueError, match="synchronous inner link"):
         ThrottledLink(ThrottledLink(HostLink(), 1e9), 1e9)
 

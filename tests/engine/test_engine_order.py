@@ -1,4 +1,4 @@
-"""Who goes first, who is given up, who joins: at chunk boundaries, and never two copies of one expert."""
+"""Which job goes first, which is dropped, which is joined: at chunk boundaries, and never two copies of one expert."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Stepped:
-    """An engine whose chunks land one at a time, when told to, beside the model of it."""
+    """An engine whose chunks land one at a time, on request, beside the model of it."""
 
     SOURCES, SLOTS, CHUNK = (0, 1, 700, 701, 2100, 3000), 4, 700
 
@@ -194,7 +194,7 @@ def test_thousands_of_interleavings_go_as_the_model_says(kind: tuple[str, int], 
             stepped.finish()
 
 
-class Tenancies(RuleBasedStateMachine):
+class Generations(RuleBasedStateMachine):
     """Any sequence of submissions, drops and waits against a table of who owns which slot."""
 
     SOURCES, SLOTS, NBYTES = 6, 3, 5000
@@ -268,7 +268,7 @@ class Tenancies(RuleBasedStateMachine):
         assert counters["failed"] == 0
 
 
-TestTenancies = Tenancies.TestCase
-TestTenancies.settings = settings(
+TestGenerations = Generations.TestCase
+TestGenerations.settings = settings(
     max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -66,7 +66,7 @@ def test_reads_of_files_are_left_to_the_threads(tmp_path: Path) -> None:
         assert settle(world)["helped"] == 0
 
 
-def test_a_failed_chunk_ends_a_job_that_several_threads_carry() -> None:
+def test_a_failed_chunk_ends_a_job_that_several_threads_copy() -> None:
     link = FaultyLink(HostLink(), delay_s=0.002, fail_at=12)
     world = simple(2, 40_000, 2, link=link, chunk_bytes=1000, threads=3)
     with world.engine:
@@ -117,7 +117,7 @@ def test_a_wait_that_takes_too_long_shows_the_queue() -> None:
         world.engine.describe()
 
 
-def test_the_report_of_a_long_queue_ends() -> None:
+def test_the_report_of_a_long_queue_is_cut_short() -> None:
     world = simple(200, 10, 200, link=FaultyLink(HostLink(), stall_at=1))
     with world.engine:
         world.prefetch(*((source, source, 1.0) for source in range(200)))
