@@ -1,7 +1,8 @@
-"""The two compiled rooms; everything else about the package is in pyproject.toml."""
+"""The compiled modules; everything else about the package is in pyproject.toml."""
 
 import os
 import sys
+from pathlib import Path
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
@@ -15,17 +16,27 @@ else:
     # After the options above, so that they win over -O3; CFLAGS of the environment come before them.
     compile_args += os.environ.get("MOECACHE_CFLAGS", "").split()
 
+
+def extension(source: Path) -> Extension:
+    """A module of its own for each .pyx file."""
+    return Extension(
+        ".".join(source.with_suffix("").parts),
+        [str(source)],
+        include_dirs=["moecache/_decide"],
+        extra_compile_args=compile_args,
+        extra_link_args=link_args,
+    )
+
+
 setup(
     ext_modules=cythonize(
-        [
-            Extension(
-                f"moecache.{name}",
-                [f"moecache/{name}.pyx"],
-                extra_compile_args=compile_args,
-                extra_link_args=link_args,
-            )
-            for name in ("_core", "_engine")
-        ],
-        language_level=3,
+        [extension(source) for source in sorted(Path("moecache").rglob("*.pyx"))],
+        compiler_directives={
+            "language_level": 3,
+            "boundscheck": False,
+            "wraparound": False,
+            "cdivision": True,
+            "initializedcheck": False,
+        },
     )
 )

@@ -25,11 +25,11 @@ def filled_core(slots: int) -> Core:
     request, random = core.begin_request(), np.random.default_rng(0)
     popularity = random.dirichlet(np.full(EXPERTS, 0.3), LAYERS) + 1e-6
     step = 0
-    while (core.slot_expert < 0).any() or step < 2000:
+    while (core.slots.occupants < 0).any() or step < 2000:
         layer = step % LAYERS
         ids = random.choice(EXPERTS, TOP_K, replace=False, p=popularity[layer] / popularity[layer].sum())
         lease = core.route(request, layer, ids.ctypes.data, 8, 1, TOP_K, TOP_K, 1, True)
-        complete[:] = core.slot_generation
+        complete[:] = core.slots.generations
         core.release(lease)
         step += 1
     return core
@@ -44,11 +44,11 @@ def core(request: pytest.FixtureRequest) -> Core:
 @pytest.mark.parametrize("how", ["moecache", "numpy", "numpy-scores"])
 def test_victims(benchmark, core: Core, how: str, wanted: int) -> None:
     layers = cycle(range(LAYERS))
-    layer_of = np.repeat(np.arange(LAYERS), EXPERTS)[core.slot_expert]
-    gids = core.slot_expert
+    layer_of = np.repeat(np.arange(LAYERS), EXPERTS)[core.slots.occupants]
+    gids = core.slots.occupants
 
     def scores() -> np.ndarray:
-        return core.waits[gids] + (layer_of - next(layers) - 1) % LAYERS
+        return core.estimates.reuse_times[gids] + (layer_of - next(layers) - 1) % LAYERS
 
     ready = scores()
 
@@ -58,14 +58,16 @@ def test_victims(benchmark, core: Core, how: str, wanted: int) -> None:
         return np.argpartition(score, -wanted)[-wanted:].tolist()
 
     ways: dict[str, Callable[[], list[int]]] = {
-        "moecache": lambda: core.victims(0, wanted, next(layers)),
+        "moecache": lambda: core.evictor.victims(0, wanted, next(layers)),
         "numpy": lambda: best(ready),
         "numpy-scores": lambda: best(scores()),
     }
     layers = cycle([7])
-    assert sorted(scores()[core.victims(0, wanted, 7)]) == pytest.approx(sorted(scores()[best(scores())]), rel=1e-5)
+    assert sorted(scores()[core.evictor.victims(0, wanted, 7)]) == pytest.approx(
+        sorted(scores()[best(scores())]), rel=1e-5
+    )
     layers = cycle(range(LAYERS))
-    benchmark.group = f"{wanted} of {core.num_slots} slots to give up"
+    benchmark.group = f"{wanted} of {core.slots.num_slots} slots to give up"
     benchmark(ways[how])
 
 
@@ -81,10 +83,10 @@ def test_history_insert(benchmark, stored: int, running: bool) -> None:
         store.add(nothing, np.roll(counts[n % 200], n), 100)
     core = Core(store, np.zeros(26, np.int32), np.array([4], np.int32), np.zeros(4, np.int32), top_k=6)
     request = core.begin_request()
-    request.load(counts[7])
+    request.match.load(counts[7])
     some = cycle(counts)
     benchmark.group = f"history insert, 26x64, {stored:,} stored requests"
     if running:
-        benchmark(lambda: store.add(nothing, next(some), 100, request))
+        benchmark(lambda: store.add(nothing, next(some), 100, request.match))
     else:
         benchmark(lambda: store.add(nothing, next(some), 100))

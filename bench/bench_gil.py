@@ -45,7 +45,7 @@ class Steps:
     def __call__(self) -> None:
         core, ids = self.core, self.ids[self.at % LAYERS]
         step = core.route(self.request, self.at % LAYERS, ids.ctypes.data, 8, len(ids), TOP_K, TOP_K, 1, len(ids) == 1)
-        core.complete[:] = core.slot_generation
+        core.slots.complete[:] = core.slots.generations
         core.release(step)
         self.at += 1
 
@@ -77,7 +77,7 @@ def latencies(steps: Steps, seconds: float) -> list[float]:
 def beside_a_busy_thread(core: Core, what: str, tokens: int, seconds: float) -> None:
     print(f"\n{what}: median and mean microseconds a step, alone and beside a busy Python thread")
     for name, release in RELEASE.items():
-        core.store.release = release
+        core.store.gil.mode = release
         steps = Steps(core, tokens, 1)
         steps()
         alone = latencies(steps, seconds)
@@ -94,7 +94,7 @@ def beside_a_busy_thread(core: Core, what: str, tokens: int, seconds: float) -> 
 def two_requests(core: Core, what: str, tokens: int, count: int) -> None:
     print(f"\n{what}: two requests of {count} steps, one after the other and in two threads")
     for name in ("never", "where it pays"):
-        core.store.release = RELEASE[name]
+        core.store.gil.mode = RELEASE[name]
         both = [Steps(core, tokens, seed) for seed in (1, 2)]
 
         def run(steps: Steps) -> None:

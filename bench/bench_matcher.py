@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from moecache._core import HistoryStore, RequestState
+from moecache._core import HistoryStore, RunningMatch
 
 with contextlib.suppress(ImportError):
     import simsimd  # noqa: F401  once usearch is loaded, simsimd no longer recognises arrays
@@ -80,13 +80,13 @@ class Setting:
 
     def steps(self) -> Callable[[], tuple[int, float]]:
         """A step by moecache: the ids' addresses are at hand, as they are in `route()`."""
-        request = RequestState(self.store, 0)
+        match = RunningMatch(self.store)
         steps = [(n % self.shape.layers, ids.ctypes.data, len(ids)) for n, ids in enumerate(self.ids)]
-        return starmap(request.match_step, cycle(steps)).__next__
+        return starmap(match.match_step, cycle(steps)).__next__
 
     def steps_of_tensors(self) -> Callable[[], tuple[int, float]]:
         """The same where the router's ids are tensors."""
-        match_step = RequestState(self.store, 0).match_step
+        match_step = RunningMatch(self.store).match_step
         steps = cycle([(n % self.shape.layers, torch.from_numpy(ids)) for n, ids in enumerate(self.ids)])
 
         def step() -> tuple[int, float]:

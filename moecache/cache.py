@@ -203,11 +203,11 @@ class ExpertCache:
     def resident_nbytes(self) -> int:
         """Bytes of the experts that have a slot now."""
         per_layer = [self.bank.expert_nbytes(layer) for layer in range(self.layers)]
-        return sum(per_layer[self._core.locate(int(gid))[0]] for gid in self._core.resident())
+        return sum(per_layer[self._core.layout.locate(int(gid))[0]] for gid in self._core.slots.resident())
 
     def resident(self) -> set[tuple[int, int]]:
         """(layer, expert) of every expert that has a slot now, complete or on its way."""
-        return {self._core.locate(int(gid)) for gid in self._core.resident()}
+        return {self._core.layout.locate(int(gid)) for gid in self._core.slots.resident()}
 
     def request(self) -> Request:
         """Start a request: one prompt and its completion. Close it, or use it as a context manager.
@@ -242,7 +242,7 @@ class ExpertCache:
             reading_s=moved["reading_ns"] / 1e9,
             copying_s=(moved["busy_ns"] - moved["reading_ns"]) / 1e9,
             capacity_experts=self.capacity,
-            resident_experts=len(runtime.core.resident()),
+            resident_experts=len(runtime.core.slots.resident()),
             resident_bytes=self.resident_nbytes,
             expert_bytes_total=self.bank.nbytes,
             direct_reads=moved["direct_reads"],

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ._core import ForecastWeights, HistoryStore, RequestState
+from ._core import ForecastWeights, HistoryStore, RunningMatch
 from .errors import ForecasterError, HistoryFormatError
 from .files import write_atomically
 from .fingerprint import Fingerprint
@@ -97,9 +97,9 @@ class History:
         float64 array [len(self)]
             Zero where either side is empty.
         """
-        request = RequestState(self.store, -1)
-        request.load(np.asarray(counts, np.int64))
-        return np.asarray(request.similarities())
+        match = RunningMatch(self.store)
+        match.load(np.asarray(counts, np.int64))
+        return np.asarray(match.similarities())
 
     def match_many(self, counts: np.ndarray, parallel: bool = False) -> np.ndarray:
         """:meth:`match` for many activation matrices at once, for offline work (compiled with Numba).
@@ -177,7 +177,7 @@ class History:
         for other in others:
             self._check(other.fingerprint, "the history to merge")
         store, theirs = self.store, [other.store for other in others]
-        learned = [sum((getattr(s, name).astype(np.int64) for s in theirs), getattr(store, name)) for name in LEARNED]
+        learned = [sum((s.learned()[name].astype(np.int64) for s in theirs), store.learned()[name]) for name in LEARNED]
         total = sum((s.total for s in theirs), np.array(store.total))
         tokens = sum((s.tokens for s in theirs), store.tokens)
         prompt = np.concatenate([store.prompt_counts[: store.size], *(s.prompt_counts[s.order()] for s in theirs)])
@@ -322,7 +322,7 @@ class Snapshot(NamedTuple):
             decode,
             np.maximum(_copy(store.total), kept),
             store.tokens,
-            {name: _copy(getattr(store, name)) for name in LEARNED},
+            {name: _copy(value) for name, value in store.learned().items()},
             {name: _copy(value) for name, value in store.weights.arrays().items()},
             history.forecaster,
         )

@@ -13,7 +13,7 @@ from .tensorfile import MOST_TOKENS, MOST_TOP_K, brief, parse_json, read_tensors
 
 __all__ = ["FORECASTER", "FORMAT", "LEARNED", "VERSION", "HistoryFile", "read_history"]
 
-FORMAT, VERSION = "moecache.history", "2"
+FORMAT, VERSION = "moecache.history", "3"
 
 LEARNED = ("transitions", "origins", "successions", "followed")
 """Counts of what followed what, in the order of ``HistoryStore.restore``."""

@@ -20,6 +20,7 @@ __all__ = ["DeviceLease", "Lease"]
 
 _FIRST_ROW = torch.zeros(1, dtype=torch.int64, device="cpu")
 _NAMED = 8  # experts that an error names
+_IN_ORDER = np.zeros(64, np.float32)  # prefetches travel in the order in which they were chosen
 
 
 class Lease:
@@ -112,7 +113,7 @@ class Lease:
                     self._submit()
             if step.done == step.unique:
                 return
-            i = core.take(step)
+            i = core.next_ready(step)
             if i < 0:
                 self._wait()
                 continue
@@ -140,7 +141,7 @@ class Lease:
 
     def _submit(self) -> None:
         plan = self._step.plan
-        self._runtime.engine.submit(plan.fetches, plan.prefetches, plan.priorities, plan.drops)
+        self._runtime.engine.submit(plan.fetches, plan.prefetches, _IN_ORDER[: len(plan.prefetches)], plan.drops)
 
     def _wait(self) -> None:
         # Until one of this step's experts lands, or, when none of them has a slot, until another lease gives one up.
@@ -156,7 +157,7 @@ class Lease:
             at = getattr(error, "position", -1)
             if at < 0:
                 raise
-            self._core.fail(int(slots[at]), int(generations[at]))
+            self._core.slots.fail(int(slots[at]), int(generations[at]))
             raise
         finally:
             self._waited(time.perf_counter() - began)
@@ -166,16 +167,16 @@ class Lease:
         began = time.perf_counter()
         try:
             while True:
-                seen = core.event
+                seen = core.open_steps.event
                 self._check_open()
                 # Looked at before the slots are, lest the last holder lets go in between.
-                others = core.held_elsewhere(step)
+                others = core.open_steps.pinned_elsewhere(step)
                 if core.retry(step):
                     break
                 self._shared.check_process()
                 if not others or time.perf_counter() - began > timeout:
                     raise self._no_slots(others)
-                core.wait_event(seen, SLICE_S)
+                core.open_steps.wait_event(seen, SLICE_S)
         finally:
             self._waited(time.perf_counter() - began, for_slot=True)
         self._submit()
@@ -184,12 +185,12 @@ class Lease:
         self._core.waited(self._step, seconds, for_slot)
 
     def _no_slots(self, others: bool) -> LeaseError:
-        step, held = self._step, self._core.holders()
+        step, held = self._step, self._core.slots.pinned_experts()
         names = ", ".join(f"layer {layer} expert {expert}" for layer, expert in held[:_NAMED])
         more = f" and {len(held) - _NAMED} more" if len(held) > _NAMED else ""
         whose = "other threads did not end theirs in time" if others else "this thread holds them itself"
         return LeaseError(
-            f"layer {step.layer} needs slots for {step.deferred} more experts, and all {len(self._core.complete)} are held by "
+            f"layer {step.layer} needs slots for {step.deferred} more experts, and all {self._core.slots.num_slots} are held by "
             f"leases ({names}{more}), {whose}; end a lease before the next step, or ask for a larger capacity"
         )
 

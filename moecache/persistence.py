@@ -315,7 +315,8 @@ class CacheFiles:
         """:meth:`close` for an end that nobody asked for: open requests are kept, and errors are said."""
         for state in list(self._open.values()):
             if self._open.pop(id(state), None) is not None:
-                self.history.add(state.prompt_counts, state.decode_counts, state.prompt_tokens + state.decode_tokens)
+                match = state.match
+                self.history.add(match.prompt_counts, match.decode_counts, state.prompt_tokens + state.decode_tokens)
         try:
             self.close()
         except Exception as error:

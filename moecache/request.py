@@ -46,18 +46,18 @@ class Request:
     @property
     def counts(self) -> tuple[np.ndarray, ...]:
         """The activation matrix so far: for each layer an int64 array of tokens routed to each expert."""
-        return tuple(np.split(self._state.counts, np.cumsum(self._shared.runtime.setup.bank.num_experts)[:-1]))
+        return tuple(np.split(self._state.match.counts, np.cumsum(self._shared.runtime.setup.bank.num_experts)[:-1]))
 
     def stats(self) -> RequestStats:
         """What this request has asked of the cache so far; the sums over all requests are the cache's."""
         state = self._state
         return RequestStats(
-            demands=state.demands,
-            hits=state.hits,
+            demands=state.account.demands,
+            hits=state.account.hits,
             prompt_tokens=state.prompt_tokens,
             decode_tokens=state.decode_tokens,
-            stall_s=state.stall_ns / 1e9,
-            slot_wait_s=state.slot_wait_ns / 1e9,
+            stall_s=state.account.stall_ns / 1e9,
+            slot_wait_s=state.account.slot_wait_ns / 1e9,
         )
 
     def route(
@@ -174,7 +174,7 @@ class Request:
     def _time(self, decode: bool) -> None:
         # From one step of the answer to the next, less what this request waited for bytes.
         now = time.perf_counter() if decode else 0.0
-        waited_ns = self._state.stall_ns + self._state.slot_wait_ns
+        waited_ns = self._state.account.stall_ns + self._state.account.slot_wait_ns
         if decode and self._decoded_at:
             waited_s = (waited_ns - self._waited_before_ns) / 1e9
             self._shared.runtime.report_pace(now - self._decoded_at - waited_s)
@@ -219,7 +219,7 @@ class Request:
         self.closed = True
         cache, runtime = self._shared, self._shared.runtime
         if runtime.copies is not None and not cache.closed:
-            pinned = runtime.core.pinned_by(self._state)
+            pinned = runtime.core.open_steps.pinned_by(self._state)
             if len(pinned):
                 runtime.copies.mark_readers(pinned)
         began = time.monotonic()

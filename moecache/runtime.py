@@ -138,7 +138,7 @@ class Runtime:
         rate = self.engine.link_rate
         if rate > 0:
             expert = self._mean_expert_nbytes
-            self.core.pace(layer_s, expert / rate, min(expert, _WINDOW_BYTES) / rate)
+            self.core.set_pace(layer_s, expert / rate, min(expert, _WINDOW_BYTES) / rate)
 
     def replaced(self, slots: Sequence[int]) -> Runtime:
         """A runtime of so many slots of each kind in the place of this one; the experts most wanted stay.
@@ -163,7 +163,7 @@ class Runtime:
                 new._adopt(self, kind, in_place=shrinks)
             if new.copies is not None:
                 # Copies between slots were given to the compute stream: the engine's must come after them.
-                new.copies.mark_readers(np.arange(len(new.core.complete), dtype=np.int32))
+                new.copies.mark_readers(np.arange(new.core.slots.num_slots, dtype=np.int32))
             new.core.inherit(self.core, new)
         except BaseException:
             if self.core.successor is not new:
@@ -182,11 +182,11 @@ class Runtime:
         taken = {row for row in rows if in_place and row < room}
         free = iter([row for row in range(room) if row not in taken])
         for row in rows:
-            expert, target = int(old.core.slot_expert[old_first + row]), row
+            expert, target = int(old.core.slots.occupants[old_first + row]), row
             if row not in taken:
                 target = next(free)
                 if in_place:
-                    old.core.forget(old_first + target)
+                    old.core.slots.forget(old_first + target)
                 for name, tensor in self.tensors[kind].items():
                     tensor[target].copy_(old.tensors[kind][name][row])
             self.core.adopt(first + target, expert)
@@ -211,7 +211,7 @@ class Runtime:
                     continue
                 self.engine.move_region(self._region[kind, name], address, tensors, name, smaller)
         if self.copies is not None:
-            self.copies.mark_readers(np.arange(len(self.core.complete), dtype=np.int32))
+            self.copies.mark_readers(np.arange(self.core.slots.num_slots, dtype=np.int32))
 
     def close(self) -> None:
         """End all requests and steps, stop the engine, give back what it holds. A second call does nothing."""

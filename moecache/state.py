@@ -86,10 +86,10 @@ class CacheState:
         if self.current().core is not core or core.closed:
             return
         self.check_process()
-        seen = core.event
+        seen = core.open_steps.event
         if core.frozen:
-            core.wait_event(seen, SLICE_S)
-        elif core.worn:
+            core.open_steps.wait_event(seen, SLICE_S)
+        elif core.slots.worn:
             self.replace(None)
         if time.monotonic() - since > self.timeout:
             raise LeaseError(f"a resize has held this call up for more than {self.timeout:g} s (timeout)")
@@ -130,22 +130,22 @@ class CacheState:
     def _swap(self, slots: tuple[int, ...]) -> None:
         runtime = self.current()
         core = runtime.core
-        if slots == runtime.pool.slots and not core.worn:
+        if slots == runtime.pool.slots and not core.slots.worn:
             return
-        if core.open_here():
+        if core.open_steps.here():
             raise LeaseError("resize() while a lease is open: leave the `with request.route(...)` block first")
         began = time.monotonic()
         try:
             core.freeze()
             while True:
-                seen, running = core.event, core.open_count()
+                seen, running = core.open_steps.event, core.open_steps.count()
                 if not running:
                     break
                 if time.monotonic() - began > self.timeout:
                     raise LeaseError(
                         f"{running} leases of other threads did not end within {self.timeout:g} s (timeout)"
                     )
-                core.wait_event(seen, SLICE_S)
+                core.open_steps.wait_event(seen, SLICE_S)
             self.check_open()
             runtime.engine.drain(self.timeout)
             self.runtime = runtime.replaced(slots)

@@ -158,7 +158,7 @@ class WeightsReference:
             self.weights[i] = np.clip(self.weights[i] - np.clip(step, -0.5, 0.5), -10, 10)
 
 
-def waits(hazards: NDArray[np.float64], layers: int) -> NDArray[np.float64]:
+def reuse_times(hazards: NDArray[np.float64], layers: int) -> NDArray[np.float64]:
     """Layer steps beyond the next visit until each expert is worth its slot: from the best uses per token, by definition."""
     best = np.full(hazards.shape[1], 1e-5)
     for i in range(len(INTERVALS)):
@@ -321,14 +321,14 @@ class RequestReference:
 
 
 class Estimates:
-    """Hazards and waits over all running requests, refreshed when the runtime refreshes them."""
+    """Hazards and reuse times over all running requests, refreshed when the runtime refreshes them."""
 
     def __init__(self, history: HistoryReference, top_k: int) -> None:
         self.history, self.layout, self.top_k = history, history.layout, top_k
         self.weights = WeightsReference()
         self.requests: list[RequestReference] = []
         self.chance = np.zeros(self.layout.total)
-        self.wait = np.zeros(self.layout.total)
+        self.reuse_time = np.zeros(self.layout.total)
         self.prior = np.zeros(self.layout.total)
         self.refresh_prior()
         self.refresh()
@@ -384,7 +384,7 @@ class Estimates:
                 lengths = np.array([high - low for low, high in INTERVALS])
                 unused = (1 - self.prior[rows]) ** lengths[:, None]
             self.chance[rows] = 1 - unused[0]
-            self.wait[rows] = waits(1 - unused, self.layout.layers)
+            self.reuse_time[rows] = reuse_times(1 - unused, self.layout.layers)
 
 
 Score = Callable[[int], float]
@@ -438,14 +438,14 @@ def make_score(
     request: RequestReference,
     shares: NDArray[np.float64] | None,
 ) -> Score:
-    """The documented score of a policy, or a feature on its own; the largest is given up."""
+    """The documented score of a policy, or a feature on its own; the largest is evicted."""
     layout = table.layout
 
     def distance(gid: int) -> int:
         return (layout.layer_of[gid] - now - 1) % layout.layers + 1
 
     def expected_next_use(gid: int) -> float:
-        return float(estimates.wait[gid]) + distance(gid)
+        return float(estimates.reuse_time[gid]) + distance(gid)
 
     def moe_infinity(gid: int) -> float:
         assert shares is not None
@@ -500,10 +500,10 @@ def call_route(
     )
 
 
-def call_match(request: Any, layer: int, ids: Sequence[int]) -> tuple[int, float]:
-    """`RequestState.match_step` with a list instead of an address."""
+def call_match(match: Any, layer: int, ids: Sequence[int]) -> tuple[int, float]:
+    """`RunningMatch.match_step` with a list instead of an address."""
     array = np.array(ids, np.int32)
-    found: tuple[int, float] = request.match_step(layer, array.ctypes.data, len(array))
+    found: tuple[int, float] = match.match_step(layer, array.ctypes.data, len(array))
     return found
 
 
@@ -512,7 +512,7 @@ def run_step(core: Any, step: Any) -> list[int]:
     order = []
     land(core, step.plan)
     while step.done < step.unique:
-        i = core.take(step)
+        i = core.next_ready(step)
         if i < 0:
             assert core.retry(step), "a lone step can always go on"
             land(core, step.plan)
@@ -525,4 +525,4 @@ def run_step(core: Any, step: Any) -> list[int]:
 
 def land(core: Any, plan: Any) -> None:
     for _, slot, generation in [*plan.fetches.tolist(), *plan.prefetches.tolist()]:
-        core.complete[slot] = generation
+        core.slots.complete[slot] = generation

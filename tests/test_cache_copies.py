@@ -33,7 +33,7 @@ def test_a_failed_copy_reaches_the_caller_and_the_next_call_works(bank: ExpertBa
         assert isinstance(cause, OSError)
         assert cause.errno == errno.EIO
         assert cache.resident() == set()
-        assert cache._core.holders() == []
+        assert cache._core.slots.pinned_experts() == []
         for n in range(12):
             run(request, n % 2, [[3], [n % 8]])
         stats = cache.stats()
@@ -55,7 +55,7 @@ def test_failures_at_any_chunk_lose_no_slot(bank: ExpertBank) -> None:
                     except TransferError:
                         failed += 1
             assert 0 < failed <= 2
-            assert cache._core.holders() == []
+            assert cache._core.slots.pinned_experts() == []
             assert len(cache.resident()) == 3
             assert sorted(run(request, 0, [[e] for e in range(8)])) == list(range(8))
 
@@ -73,7 +73,7 @@ def test_an_io_thread_that_ended_is_an_error(bank: ExpertBank) -> None:
         with pytest.raises(TransferError):
             request.route(1, torch.tensor([[1]]))
         # What could not even be asked for holds nothing.
-        assert cache._core.pinned() == 0
+        assert cache._core.slots.pinned() == 0
 
 
 @pytest.mark.failure("18")

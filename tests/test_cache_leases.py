@@ -28,7 +28,7 @@ def test_an_exception_inside_a_lease_gives_the_slots_back(bank: ExpertBank) -> N
             with pytest.raises(ZeroDivisionError), request.route(0, torch.tensor([[0], [1], [2]])) as lease:  # noqa: PT012
                 for _ in lease.ready():
                     raise ZeroDivisionError
-        assert cache._core.holders() == []
+        assert cache._core.slots.pinned_experts() == []
         assert sorted(run(request, 1, [[e] for e in range(8)])) == list(range(8))
         assert sorted(run(request, 0, [[6, 7]])) == [6, 7]
 
@@ -41,7 +41,7 @@ def test_releasing_twice_does_nothing(bank: ExpertBank) -> None:
             lease.release()
             lease.release()
             assert [e for e, _, _ in second.ready()] == [0]
-            assert cache._core.holders() == [(0, 0)]
+            assert cache._core.slots.pinned_experts() == [(0, 0)]
         cache.resize(3)  # no lease is thought to be open
 
 
@@ -172,7 +172,7 @@ def test_three_threads_with_steps_larger_than_the_pool() -> None:
         assert not any(thread.is_alive() for thread in threads)
         assert errors == []
         assert cache.stats().waves > 0
-        assert cache._core.holders() == []
+        assert cache._core.slots.pinned_experts() == []
 
 
 def test_use_after_close(bank: ExpertBank, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_two_threads_with_two_requests() -> None:
         assert stats.steps == 720
         assert stats.hits + stats.misses == stats.demands
         assert stats.prefetch_issued == stats.prefetch_useful + stats.prefetch_late + stats.prefetch_wasted
-        assert cache._core.holders() == []
+        assert cache._core.slots.pinned_experts() == []
         assert len(cache.history) == 6
 
 

@@ -25,7 +25,7 @@ from reference_core import (
 )
 
 from moecache import _core
-from moecache._core import Core, HistoryStore, RequestState
+from moecache._core import Core, HistoryStore, RunningMatch
 from moecache.errors import LeaseError, RoutingError
 from moecache.policy import Score
 from moecache.policy import score as make_user_score
@@ -80,10 +80,10 @@ def stores(draw: st.DrawFn, largest: int = 300) -> tuple[HistoryStore, HistoryRe
     return store, reference
 
 
-def loaded(store: HistoryStore, counts: np.ndarray) -> RequestState:
-    request = RequestState(store, 0)
-    request.load(counts)
-    return request
+def loaded(store: HistoryStore, counts: np.ndarray) -> RunningMatch:
+    match = RunningMatch(store)
+    match.load(counts)
+    return match
 
 
 # The store
@@ -155,26 +155,26 @@ def test_the_best_matches_of_many_entries(seed: int, stored: int, largest: int) 
     for counts in kinds[rng.integers(0, len(kinds), stored)]:
         nothing = np.zeros_like(counts)
         assert store.add(counts, nothing, 1) == reference.add(counts, nothing, 1)
-    request, counts = RequestState(store, 0), np.zeros(12, np.int64)
+    match, counts = RunningMatch(store), np.zeros(12, np.int64)
     for _ in range(6):
         layer = int(rng.integers(2))
         ids = rng.permutation((7, 5)[layer])[: rng.integers(1, 4)]
         counts[ids + 7 * layer] += 1
-        entry, _ = call_match(request, layer, ids)
+        entry, _ = call_match(match, layer, ids)
         ranked = reference.ranked(counts)
         assert entry == (ranked or [-1])[0]
         for p in (1, 4, 16):
-            assert request.matches(p)[0].tolist() == ranked[:p]
+            assert match.matches(p)[0].tolist() == ranked[:p]
     counts = rng.integers(0, largest, 12)
     assert loaded(store, counts).matches(16)[0].tolist() == reference.ranked(counts)[:16]
 
 
 def test_a_number_of_matches_that_cannot_be_asked_for() -> None:
-    request = RequestState(HistoryStore(np.array([3], np.int32), 2), 0)
+    match = RunningMatch(HistoryStore(np.array([3], np.int32), 2))
     for p in (0, 17):
         with pytest.raises(ValueError, match=r"expected 1\.\.16"):
-            request.matches(p)
-    assert request.matches(3)[0].shape == (0,)
+            match.matches(p)
+    assert match.matches(3)[0].shape == (0,)
 
 
 def test_a_request_without_routing_is_not_stored() -> None:
@@ -187,10 +187,10 @@ def test_a_request_without_routing_is_not_stored() -> None:
 def test_an_empty_store_and_an_empty_request_have_similarity_zero() -> None:
     store = HistoryStore(np.array([3, 2], np.int32), 6)
     assert loaded(store, np.ones(5, np.int64)).similarities().shape == (0,)
-    assert call_match(RequestState(store, 0), 0, [1]) == (-1, 0.0)
+    assert call_match(RunningMatch(store), 0, [1]) == (-1, 0.0)
     for entry in np.eye(5, dtype=np.int64)[:3]:
         store.add(entry, np.zeros(5, np.int64), 1)
-    np.testing.assert_array_equal(RequestState(store, 0).similarities(), [0, 0, 0])
+    np.testing.assert_array_equal(RunningMatch(store).similarities(), [0, 0, 0])
 
 
 @pytest.mark.failure("47")
@@ -200,9 +200,9 @@ def test_empty_entries_never_win_the_search() -> None:
     entries = np.array([[5, 0, 0, 1, 0, 0], [0, 3, 0, 0, 3, 0], [0, 0, 2, 0, 0, 9]], np.int64)
     for entry in entries:
         store.add(entry, np.zeros(6, np.int64), 5)
-    request = RequestState(store, 0)
-    assert call_match(request, 0, [1])[0] == 1
-    entry, similarity = call_match(request, 1, [1])
+    match = RunningMatch(store)
+    assert call_match(match, 0, [1])[0] == 1
+    entry, similarity = call_match(match, 1, [1])
     assert (entry, similarity) == (1, pytest.approx(1.0, rel=1e-6))
 
 
@@ -220,34 +220,34 @@ def test_the_running_match_equals_a_search_from_scratch(
     pair: tuple[HistoryStore, HistoryReference], data: st.DataObject
 ) -> None:
     store, reference = pair
-    request = RequestState(store, 0)
+    match = RunningMatch(store)
     counts = np.zeros(reference.layout.total, np.int64)
     for _ in range(data.draw(st.integers(1, 12))):
         layer = data.draw(st.integers(0, reference.layout.layers - 1))
         experts = reference.layout.num_experts[layer]
         ids = data.draw(st.lists(st.integers(0, experts - 1), min_size=1, max_size=min(4, experts), unique=True))
         counts[np.array(ids) + reference.layout.offset[layer]] += 1
-        entry, similarity = call_match(request, layer, ids)
+        entry, similarity = call_match(match, layer, ids)
         ranked = reference.ranked(counts)
         assert entry == (ranked[0] if ranked else -1)
         assert similarity == pytest.approx(reference.similarities(counts)[entry] if ranked else 0.0, rel=1e-14)
         if data.draw(st.booleans()):
             p = data.draw(st.integers(1, 16))
-            entries, similarities = request.matches(p)
+            entries, similarities = match.matches(p)
             assert entries.tolist() == ranked[:p]
             np.testing.assert_allclose(similarities, reference.similarities(counts)[entries], rtol=1e-14)
-        np.testing.assert_array_equal(request.counts, counts)
+        np.testing.assert_array_equal(match.counts, counts)
 
 
 def test_match_step_refuses_bad_numbers() -> None:
-    request = RequestState(HistoryStore(np.array([3, 2], np.int32), 2), 0)
+    match = RunningMatch(HistoryStore(np.array([3, 2], np.int32), 2))
     for layer, ids in [(2, [0]), (-1, [0]), (1, [2]), (0, [-1]), (0, [0] * 65)]:
         with pytest.raises(RoutingError):
-            call_match(request, layer, ids)
+            call_match(match, layer, ids)
     # Every id is checked before the first is counted.
     with pytest.raises(RoutingError):
-        call_match(request, 0, [1, 9])
-    assert not request.counts.any()
+        call_match(match, 0, [1, 9])
+    assert not match.counts.any()
 
 
 # What a core learns from steps
@@ -258,17 +258,19 @@ RELATIVE = 1e-3
 
 
 def check_estimates(core: Core, estimates: Estimates) -> None:
-    """Weights, chances and waits are the reference's; from here on it takes the core's weights, so that no drift adds up."""
+    """Weights, chances and reuse times are the reference's; from here on it takes the core's weights, so that no drift adds up."""
     learned, reference = core.store.weights, estimates.weights
     np.testing.assert_allclose(learned.counts, reference.weights, rtol=0, atol=1e-4)
     curvature = np.tril(learned.counts_curvature)
     np.testing.assert_allclose(curvature, np.tril(reference.curvature), rtol=RELATIVE, atol=1e-2)
     reference.weights[:] = learned.counts
     reference.curvature[:] = curvature + np.tril(curvature, -1).transpose(0, 2, 1)
-    np.testing.assert_allclose(core.probability, estimates.chance, rtol=RELATIVE)
+    np.testing.assert_allclose(core.estimates.probability, estimates.chance, rtol=RELATIVE)
     # A wait is the inverse of an index that is as exact as the hazards; near 0 it is a difference.
     layers = estimates.layout.layers
-    np.testing.assert_allclose(core.waits / layers + 1, estimates.wait / layers + 1, rtol=RELATIVE)
+    np.testing.assert_allclose(
+        core.estimates.reuse_times / layers + 1, estimates.reuse_time / layers + 1, rtol=RELATIVE
+    )
 
 
 class Twins:
@@ -303,22 +305,22 @@ class Twins:
     def check(self) -> None:
         check_estimates(self.core, self.estimates)
         for state, request in self.pairs:
-            np.testing.assert_allclose(state.hazards, request.hazards, rtol=RELATIVE)
-            np.testing.assert_array_equal(state.prompt_counts, request.prompt)
-            np.testing.assert_array_equal(state.decode_counts, request.decode)
+            np.testing.assert_allclose(state.predictor.hazards, request.hazards, rtol=RELATIVE)
+            np.testing.assert_array_equal(state.match.prompt_counts, request.prompt)
+            np.testing.assert_array_equal(state.match.decode_counts, request.decode)
             assert (state.prompt_tokens, state.decode_tokens) == (request.prompt_tokens, request.decode_tokens)
             np.testing.assert_allclose(
-                state.similarities(), self.reference.similarities(request.counts), rtol=1e-6, atol=1e-12
+                state.match.similarities(), self.reference.similarities(request.counts), rtol=1e-6, atol=1e-12
             )
         store = self.core.store
         np.testing.assert_array_equal(
-            store.transitions, np.concatenate([t.ravel() for t in self.reference.transitions])
+            store.transitions.counts, np.concatenate([t.ravel() for t in self.reference.transitions])
         )
-        np.testing.assert_array_equal(store.origins, self.reference.origins)
+        np.testing.assert_array_equal(store.transitions.origins, self.reference.origins)
         np.testing.assert_array_equal(
-            store.successions, np.concatenate([t.ravel() for t in self.reference.successions])
+            store.successions.counts, np.concatenate([t.ravel() for t in self.reference.successions])
         )
-        np.testing.assert_array_equal(store.followed, self.reference.followed)
+        np.testing.assert_array_equal(store.successions.origins, self.reference.followed)
 
 
 def id_rows(
@@ -370,7 +372,7 @@ def test_finished_requests_reach_the_matches_of_running_ones() -> None:
             twins.route(n, layer, [[n, 3], [n, n]], decode=False)
     twins.end(0)
     twins.check()
-    assert twins.pairs[0][0].similarities()[0] > 0
+    assert twins.pairs[0][0].match.similarities()[0] > 0
     twins.end(0)
     twins.check()
     twins.route(0, 0, [[0, 3]], decode=True)
@@ -386,15 +388,15 @@ def test_counts_of_what_followed_never_wrap() -> None:
     request = core.begin_request()
     call_route(core, request, 0, [[1, 2]])
     largest = 2**31 - 1
-    store.origins[:4] = [10, largest, 8, 0]
-    store.transitions[:16] = np.arange(16) * 1000
-    store.transitions[7] = largest
+    store.transitions.origins[:4] = [10, largest, 8, 0]
+    store.transitions.counts[:16] = np.arange(16) * 1000
+    store.transitions.counts[7] = largest
     call_route(core, request, 1, [[0, 3]])
     # The layer is halved before the count that would not fit, and counts on.
-    assert store.origins[:4].tolist() == [5, 2**30, 5, 0]
+    assert store.transitions.origins[:4].tolist() == [5, 2**30, 5, 0]
     expected = np.arange(16) * 500
     expected[[4, 7, 8, 11]] = 2001, 2**30, 4001, 5501
-    np.testing.assert_array_equal(store.transitions[:16], expected)
+    np.testing.assert_array_equal(store.transitions.counts[:16], expected)
 
 
 def by_hand(slow: float, fast: float, prior: float, lift: float) -> float:
@@ -411,12 +413,12 @@ def test_chances_of_several_requests_join() -> None:
     alone = by_hand(0.5, 0.5, 0.5, 1)
     used = by_hand(0.98 * 0.5 + 0.02, 0.7 * 0.5 + 0.3, 0.5, 1)
     unused = by_hand(0.98 * 0.5, 0.7 * 0.5, 0.5, 1)
-    np.testing.assert_allclose(core.probability, 1 - (1 - np.full(2, alone)) ** 2, rtol=1e-5)
+    np.testing.assert_allclose(core.estimates.probability, 1 - (1 - np.full(2, alone)) ** 2, rtol=1e-5)
     call_route(core, first, 0, [[0]])
     call_route(core, second, 0, [[1]])
-    np.testing.assert_allclose(core.probability, 1 - (1 - used) * (1 - unused), rtol=1e-5)
+    np.testing.assert_allclose(core.estimates.probability, 1 - (1 - used) * (1 - unused), rtol=1e-5)
     core.end_request(second, False)
-    np.testing.assert_allclose(core.probability, [used, unused], rtol=1e-5)
+    np.testing.assert_allclose(core.estimates.probability, [used, unused], rtol=1e-5)
 
 
 def test_a_batch_of_rows_uses_more_than_one_row() -> None:
@@ -427,15 +429,15 @@ def test_a_batch_of_rows_uses_more_than_one_row() -> None:
     reference = estimates.begin()
     estimates.observe(reference, 0, [[0], [1], [0]], True)
     assert reference.rows == 3
-    np.testing.assert_allclose(core.probability, estimates.chance, rtol=1e-5)
+    np.testing.assert_allclose(core.estimates.probability, estimates.chance, rtol=1e-5)
 
 
-def test_a_constant_chance_waits_as_a_geometric_one() -> None:
+def test_reuse_time_of_a_constant_chance_is_geometric() -> None:
     # Nobody runs: every token uses an expert with the chance of the prior, whatever was before.
     core = make_core((4, 8), top_k=2)
     core.end_request(core.begin_request(), False)
-    np.testing.assert_allclose(core.probability, [0.5] * 4 + [0.25] * 8, rtol=1e-6)
-    np.testing.assert_allclose(core.waits, [2 * (2 - 1)] * 4 + [2 * (4 - 1)] * 8, rtol=1e-5)
+    np.testing.assert_allclose(core.estimates.probability, [0.5] * 4 + [0.25] * 8, rtol=1e-6)
+    np.testing.assert_allclose(core.estimates.reuse_times, [2 * (2 - 1)] * 4 + [2 * (4 - 1)] * 8, rtol=1e-5)
 
 
 def test_steps_over_several_layers_of_one_prompt_are_transitions() -> None:
@@ -483,7 +485,7 @@ def test_ids_of_every_dtype_and_stride(dtype: type, layout: str) -> None:
     counts = np.zeros((2, 8), np.int64)
     for row in plain:
         counts[1, list(set(row.tolist()))] += 1
-    np.testing.assert_array_equal(request.counts.reshape(2, 8), counts)
+    np.testing.assert_array_equal(request.match.counts.reshape(2, 8), counts)
 
 
 @given(st.data())
@@ -535,14 +537,20 @@ def test_ids_out_of_range_change_nothing(bad: int) -> None:
     core.release(step)
     before = (
         core.counters(),
-        request.counts.copy(),
-        core.probability.copy(),
-        core.slot_expert.copy(),
-        core.last_use.copy(),
+        request.match.counts.copy(),
+        core.estimates.probability.copy(),
+        core.slots.occupants.copy(),
+        core.estimates.last_use.copy(),
     )
     with pytest.raises(RoutingError, match=f"layer 1: expert id {bad} of token 1, position 0.*0..7"):
         call_route(core, request, 1, [[3, 4], [bad, 5]])
-    after = core.counters(), request.counts, core.probability, core.slot_expert, core.last_use
+    after = (
+        core.counters(),
+        request.match.counts,
+        core.estimates.probability,
+        core.slots.occupants,
+        core.estimates.last_use,
+    )
     assert before[0] == after[0]
     for a, b in zip(before[1:], after[1:], strict=True):
         np.testing.assert_array_equal(a, b)
@@ -567,7 +575,7 @@ def test_padding_is_neither_loaded_nor_counted() -> None:
     step = call_route(core, request, 0, [[0, -1], [-1, -1]])
     assert step.expert_list() == [0]
     assert (step.tokens, step.counted_tokens) == (2, 1)
-    np.testing.assert_array_equal(request.counts, [1, 0, 0, 0])
+    np.testing.assert_array_equal(request.match.counts, [1, 0, 0, 0])
     assert core.counters()["tokens"] == 1
 
 
@@ -594,7 +602,7 @@ def test_empty_batches(shape: tuple[int, int]) -> None:
     assert step.topk_position.shape == (0,)
     assert run_step(core, step) == []
     core.release(step)
-    assert not request.counts.any()
+    assert not request.match.counts.any()
     assert core.counters()["demands"] == 0
 
 
@@ -606,7 +614,7 @@ def test_an_expert_named_twice_in_a_row_is_served_twice_and_counted_once() -> No
     assert step.plan.fetches[:, 0].tolist() == [2, 3]
     assert step.item(0)[2:] == (0, 3)
     np.testing.assert_array_equal(step.token_index, [0, 0, 1, 1])
-    np.testing.assert_array_equal(request.counts, [0, 0, 2, 1])
+    np.testing.assert_array_equal(request.match.counts, [0, 0, 2, 1])
     assert core.counters()["demands"] == 2
 
 
@@ -616,7 +624,7 @@ def test_rows_that_are_not_counted_are_served_all_the_same() -> None:
     step = call_route(core, request, 0, [[0, 1], [2, 3], [0, 3]], counted=[True, False, True])
     assert step.expert_list() == [0, 1, 2, 3]
     np.testing.assert_array_equal(step.token_index, [0, 2, 0, 1, 1, 2])
-    np.testing.assert_array_equal(request.counts, [2, 1, 0, 1])
+    np.testing.assert_array_equal(request.match.counts, [2, 1, 0, 1])
     assert (step.counted_tokens, core.counters()["tokens"]) == (2, 2)
 
 
@@ -627,7 +635,7 @@ def test_one_expert_a_layer_and_all_experts_a_token() -> None:
     assert call_route(core, request, 0, [[0]]).expert_list() == [0]
     assert call_route(core, request, 1, [[2, 0, 1]]).expert_list() == [0, 1, 2]
     assert call_route(core, request, 1, [[2, 0, 1, 1, 2]]).expert_list() == [0, 1, 2]
-    np.testing.assert_array_equal(request.counts, [1, 2, 2, 2])
+    np.testing.assert_array_equal(request.match.counts, [1, 2, 2, 2])
 
 
 # Leases at the level of the core
@@ -642,7 +650,7 @@ def test_positions_are_handed_out_and_finished_once() -> None:
     run_step(core, step)
     with pytest.raises(LeaseError):
         core.finish(step, 0)
-    assert core.take(step) == -1
+    assert core.next_ready(step) == -1
 
 
 def test_policies_and_scores_that_do_not_fit_are_refused() -> None:
@@ -661,11 +669,7 @@ def test_the_stub_lists_what_there_is() -> None:
     for name, members in typed.items():
         public = {member for member in vars(getattr(_core, name)) if not member.startswith("_")}
         assert members - {"__init__"} == public, name
-    internal = {"Candidates", "Hints", "Outlook", "Prefetcher"}
-    compiled = {
-        name for name, item in vars(_core).items() if isinstance(item, type) and item.__module__ == "moecache._core"
-    }
-    assert set(typed) == compiled - internal
+    assert set(typed) == {name for name in _core.__all__ if isinstance(getattr(_core, name), type)}
 
 
 # Victims
@@ -715,8 +719,8 @@ def test_hits_and_victims_of_a_trace(policy: str, data: st.DataObject) -> None:
             check_fetches(step, table, gids, candidates, room[kinds[layer]], score)
             run_step(core, step)
             core.release(step)
-            assert {int(g): s for s, g in enumerate(core.slot_expert) if g >= 0} == table.slots
-            assert (core.demands, core.hits, core.evictions) == (table.demands, table.hits, table.evictions)
+            assert {int(g): s for s, g in enumerate(core.slots.occupants) if g >= 0} == table.slots
+            assert (core.demands, core.hits, core.slots.evictions) == (table.demands, table.hits, table.evictions)
         for state, request in pairs:
             keep = data.draw(st.booleans())
             core.end_request(state, keep)
@@ -752,7 +756,7 @@ def test_an_expert_loaded_in_a_step_is_not_a_victim_of_the_step() -> None:
         run_step(core, step)
         core.release(step)
     step = call_route(core, request, 0, [[5, 6, 7]])
-    assert sorted(core.slot_expert) == [5, 6, 7]
+    assert sorted(core.slots.occupants) == [5, 6, 7]
     assert len(set(step.slot_list())) == 3
 
 
@@ -766,4 +770,4 @@ def test_all_is_classified_as_it_stood_before_the_step() -> None:
         core.release(step)
     step = call_route(core, request, 0, [[3, 0, 1]])
     assert (step.hits, step.missing) == (2, 1)
-    assert sorted(core.slot_expert) == [0, 1, 3]
+    assert sorted(core.slots.occupants) == [0, 1, 3]

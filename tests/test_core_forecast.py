@@ -124,7 +124,7 @@ def test_a_fresh_request_expects_what_the_forecaster_says() -> None:
     core, reference = make_core(forecaster, experts), ForecastReference(forecaster)
     core.begin_request()
     expected = np.concatenate([reference.hazards(layer)[0] for layer in range(2)])
-    np.testing.assert_allclose(core.probability, expected, atol=1e-4)
+    np.testing.assert_allclose(core.estimates.probability, expected, atol=1e-4)
 
 
 def test_only_the_default_policy_listens_and_a_request_keeps_its_weights() -> None:

@@ -171,11 +171,11 @@ def test_a_score_that_reads_another_threads_request_sees_a_whole_match() -> None
         return core, core.begin_request()
 
     def seen(core: Core) -> frozenset[int]:
-        return frozenset(core.victims(0, 6, 0))
+        return frozenset(core.evictor.victims(0, 6, 0))
 
     def uninformed(core: Core) -> frozenset[int]:
         # The formula with no match: the deepest layer first, of one layer those that were used longest ago.
-        gid, last = core.slot_expert.tolist(), core.last_use.tolist()
+        gid, last = core.slots.occupants.tolist(), core.estimates.last_use.tolist()
         return frozenset(sorted(range(24), key=lambda slot: (-(gid[slot] // experts), last[gid[slot]], slot))[:6])
 
     core, request = started()

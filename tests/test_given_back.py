@@ -33,11 +33,11 @@ def bank() -> Iterator[ExpertBank]:
 def test_a_lease_that_is_dropped_gives_its_slots_back(bank: ExpertBank) -> None:
     with ExpertCache(bank, 4) as cache, cache.request() as request:
         lease = request.route(0, torch.tensor([[0, 1, 2, 3]]))
-        assert cache._core.pinned() == 4
+        assert cache._core.slots.pinned() == 4
         items = lease.ready()
         next(items)
         del lease, items
-        assert cache._core.pinned() == 0
+        assert cache._core.slots.pinned() == 0
         cache.resize(6)
 
 
@@ -48,11 +48,11 @@ def test_a_lease_in_a_cycle_gives_its_slots_back_when_it_is_collected(bank: Expe
             cycle: list[Any] = [request.route(0, torch.tensor([[0, 1]]))]
             cycle.append(cycle)
             del cycle
-            assert cache._core.pinned() == 2
+            assert cache._core.slots.pinned() == 2
             gc.collect()
         finally:
             gc.enable()
-        assert cache._core.pinned() == 0
+        assert cache._core.slots.pinned() == 0
 
 
 def test_a_collection_in_the_middle_of_a_decision_waits_until_it_is_over() -> None:
@@ -70,7 +70,7 @@ def test_a_collection_in_the_middle_of_a_decision_waits_until_it_is_over() -> No
         finally:
             gc.set_threshold(*before)
         gc.collect()
-        assert cache._core.pinned() == 0
+        assert cache._core.slots.pinned() == 0
         assert cache.stats().evictions > 0
 
 
@@ -80,7 +80,7 @@ def test_closing_a_request_ends_its_leases(bank: ExpertBank) -> None:
         lease = request.route(0, torch.tensor([[0, 1]]))
         held = other.route(0, torch.tensor([[1, 2]]))
         request.close()
-        assert set(cache._core.holders()) == {(0, 1), (0, 2)}
+        assert set(cache._core.slots.pinned_experts()) == {(0, 1), (0, 2)}
         with pytest.raises(LeaseError, match="has ended"):
             next(lease.ready())
         held.release()
@@ -91,9 +91,9 @@ def test_an_item_that_an_exception_swallowed_is_handed_out_again(bank: ExpertBan
     with ExpertCache(bank, 4) as cache, cache.request() as request:
         with request.route(0, torch.tensor([[0, 1, 2]])) as lease:
             cache._engine.drain(10)
-            assert cache._core.take(lease._step) >= 0  # as if interrupted between this and the yield
+            assert cache._core.next_ready(lease._step) >= 0  # as if interrupted between this and the yield
             assert sorted(expert for expert, _, _ in lease.ready()) == [0, 1, 2]
-        assert cache._core.pinned() == 0
+        assert cache._core.slots.pinned() == 0
 
 
 @pytest.mark.failure("A4b", "19")
@@ -117,7 +117,7 @@ def test_a_step_finds_slots_that_the_other_thread_frees_a_moment_later() -> None
         for thread in threads:
             thread.join(120)
         assert errors == []
-        assert cache._core.pinned() == 0
+        assert cache._core.slots.pinned() == 0
         assert cache.stats().slot_wait_s >= 0
 
 
@@ -142,7 +142,7 @@ def test_an_interrupt_while_waiting_for_a_slot_hangs_nobody(bank: ExpertBank) ->
         holder.join(10)
         with cache.request() as request:
             run(request, 0, [[2, 3]])
-        assert cache._core.pinned() == 0
+        assert cache._core.slots.pinned() == 0
 
 
 def interrupt(_signal: int, _frame: FrameType | None) -> None:
@@ -184,7 +184,7 @@ def test_a_signal_handler_may_close_the_cache_at_any_moment(bank: ExpertBank) ->
         cache = ExpertCache(bank, 4, top_k=2)
         with alarm(draw.uniform(1e-4, 8e-3), closer(cache)), pytest.raises(ClosedError):
             use_for_ever(cache, draw)
-        assert cache._core.pinned() == 0
+        assert cache._core.slots.pinned() == 0
         assert cache._engine.closed
 
 
@@ -244,7 +244,7 @@ def test_a_request_in_two_threads_at_once_is_refused_or_right(bank: ExpertBank) 
         for thread in threads:
             thread.join(60)
         assert unexpected == []
-        assert cache._core.pinned() == 0
+        assert cache._core.slots.pinned() == 0
 
 
 @pytest.mark.failure("138", "140")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_core import SETTINGS, WeightsReference, call_route, waits
+from reference_core import SETTINGS, WeightsReference, call_route, reuse_times
 from test_core import Twins, check_estimates, make_core
 
 from moecache._core import Core, OnlineWeights, RequestState
@@ -56,7 +56,7 @@ def test_float32_features_do_not_drift_from_the_reference() -> None:
         twins.route(0, 0, [row.tolist()], decode=True)
     learned, reference = twins.core.store.weights, twins.estimates.weights
     np.testing.assert_allclose(learned.counts, reference.weights, atol=2e-3)
-    np.testing.assert_allclose(twins.core.probability, twins.estimates.chance, rtol=5e-3)
+    np.testing.assert_allclose(twins.core.estimates.probability, twins.estimates.chance, rtol=5e-3)
 
 
 def test_two_requests_learn_into_one_set_of_weights() -> None:
@@ -80,7 +80,7 @@ def test_learning_finds_what_each_expert_does() -> None:
     random = np.random.default_rng(0)
     for t in range(3000):
         call_route(core, request, 0, [[t % 2, int(random.integers(2, 8))]], True)
-    hazards = request.hazards
+    hazards = request.predictor.hazards
     # Expert 1 has just been used and comes after the next token; each of the others comes once in six.
     assert hazards[0, 1] < 0.15
     assert hazards[0, 0] > 0.85
@@ -92,7 +92,7 @@ def test_learning_finds_what_each_expert_does() -> None:
 def test_waits_are_the_inverse_of_the_best_rate(seed: int, layers: int, n: int) -> None:
     random = np.random.default_rng(seed)
     hazards = 1 / (1 + np.exp(-random.uniform(-15, 15, (6, n))))
-    found = waits(hazards, layers)
+    found = reuse_times(hazards, layers)
     # By its definition: the index is the price of a slot at which no horizon pays any more.
     price = 1 / (found / layers + 1)
     lengths = np.array([1, 1, 2, 4, 8, 16])
@@ -112,12 +112,12 @@ def check_bounds(core: Core, requests: list[RequestState]) -> None:
     for name, value in weights.arrays().items():
         assert np.isfinite(value).all(), name
     assert np.abs(weights.counts).max() <= 10
-    assert np.abs(weights.trust).max() <= 10
+    assert np.abs(weights.blend).max() <= 10
     assert OnlineWeights.faults(weights.arrays()) is None
     for request in requests:
-        assert ((request.hazards >= 0) & (request.hazards <= 1)).all()
-    assert ((core.probability >= 0) & (core.probability <= 1)).all()
-    assert ((core.waits >= 0) & (core.waits <= core.num_layers * 1e5)).all()
+        assert ((request.predictor.hazards >= 0) & (request.predictor.hazards <= 1)).all()
+    assert ((core.estimates.probability >= 0) & (core.estimates.probability <= 1)).all()
+    assert ((core.estimates.reuse_times >= 0) & (core.estimates.reuse_times <= core.layout.num_layers * 1e5)).all()
 
 
 KINDS = ["one for ever", "in turn", "any", "none", "padded", "empty", "prompt", "all", "batch"]
@@ -156,7 +156,7 @@ def test_nothing_routed_makes_anything_leave_its_bounds(
     core = make_core(layers, policy="expected-next-use", slots=max(2, sum(layers) // 3), top_k=1, history=2)
     if sure:
         # What a file may hold: the largest weights, and curvatures of any rank.
-        for kind in ("counts", "trust"):
+        for kind in ("counts", "blend"):
             weights, curvature = getattr(core.store.weights, kind), getattr(core.store.weights, f"{kind}_curvature")
             rows = random.normal(size=(6, weights.shape[1], int(random.integers(1, weights.shape[1] + 1))))
             full = rows @ rows.transpose(0, 2, 1)
@@ -187,15 +187,15 @@ def test_thousands_of_the_same(kind: str) -> None:
             core.release(call_route(core, request, layer, adversary(kind, t, 6, random), True))
     check_bounds(core, [request])
     if kind == "one for ever":
-        assert core.probability[5] > 0.99
-        assert core.probability[:5].max() < 0.01
+        assert core.estimates.probability[5] > 0.99
+        assert core.estimates.probability[:5].max() < 0.01
 
 
 def test_first_weights_are_the_documented_ones() -> None:
     np.testing.assert_array_equal(OnlineWeights().counts, WeightsReference().weights)
 
 
-@pytest.mark.parametrize("change", [{"counts": np.nan}, {"trust": 10.1}, {"counts_curvature": -1.0}])
+@pytest.mark.parametrize("change", [{"counts": np.nan}, {"blend": 10.1}, {"counts_curvature": -1.0}])
 def test_faults_are_named(change: dict[str, Any]) -> None:
     arrays = {name: value.copy() for name, value in OnlineWeights().arrays().items()}
     assert OnlineWeights.faults(arrays) is None

@@ -22,11 +22,11 @@ from safetensors.numpy import load_file, save_file
 
 from moecache import Fingerprint, History, history
 from moecache.errors import HistoryFormatError
+from moecache.history_file import LEARNED, VERSION
 
 MODEL = Fingerprint((4, 3, 5), 2, "abc")
 
 
-LEARNED = ("transitions", "origins", "successions", "followed")
 
 
 def filled(
@@ -40,9 +40,9 @@ def filled(
         # Some of prompt only, some of answer only.
         result.add(prompt * (n % 3 != 1), decode * (n % 3 != 2), int(rng.integers(1, 100)))
     for name in LEARNED:
-        table = getattr(result.store, name)
+        table = result.store.learned()[name]
         table[:] = rng.integers(0, 50, len(table))
-    for kind in ("counts", "trust"):
+    for kind in ("counts", "blend"):
         weights = getattr(result.store.weights, kind)
         rows = rng.normal(size=(*weights.shape, 2 * weights.shape[1]))
         weights[:] = rng.uniform(-10, 10, weights.shape)
@@ -56,8 +56,9 @@ def assert_same(a: History, b: History) -> None:
     # Entries may lie elsewhere; their order by age is what a file keeps.
     for name in ("prompt_counts", "decode_counts"):
         np.testing.assert_array_equal(getattr(a.store, name)[a.store.order()], getattr(b.store, name)[b.store.order()])
-    for name in ("total", *LEARNED):
-        np.testing.assert_array_equal(getattr(a.store, name), getattr(b.store, name))
+    np.testing.assert_array_equal(a.store.total, b.store.total)
+    for name in LEARNED:
+        np.testing.assert_array_equal(a.store.learned()[name], b.store.learned()[name])
     assert a.store.tokens == b.store.tokens
     for name, value in a.store.weights.arrays().items():
         np.testing.assert_array_equal(value, b.store.weights.arrays()[name])
@@ -160,12 +161,12 @@ def test_another_capacity_when_loading(tmp_path: Path) -> None:
 def test_merging_adds_everything_once() -> None:
     one, two = filled(3, seed=1), filled(4, seed=2)
     total, tokens = one.store.total + two.store.total, one.store.tokens + two.store.tokens
-    learned = {name: getattr(one.store, name) + getattr(two.store, name) for name in LEARNED}
+    learned = {name: one.store.learned()[name] + two.store.learned()[name] for name in LEARNED}
     one.merge(two)
     assert len(one) == 7
     np.testing.assert_array_equal(one.store.total, total)
     for name, table in learned.items():
-        np.testing.assert_array_equal(getattr(one.store, name), table)
+        np.testing.assert_array_equal(one.store.learned()[name], table)
     assert one.store.tokens == tokens
     np.testing.assert_array_equal(one.store.prompt_counts[3:7], two.store.prompt_counts[:4])
 
@@ -252,13 +253,13 @@ def test_counts_that_would_not_fit_are_halved_together() -> None:
     # A layer's table and origins, so that every share stays; other layers keep theirs.
     one, two = filled(1), filled(1)
     for history_ in (one, two):
-        history_.store.origins[:7] = 1 << 30
-        history_.store.transitions[:27] = np.arange(27) << 20
-    rest = one.store.origins[7:] + two.store.origins[7:]
+        history_.store.transitions.origins[:7] = 1 << 30
+        history_.store.transitions.counts[:27] = np.arange(27) << 20
+    rest = one.store.transitions.origins[7:] + two.store.transitions.origins[7:]
     one.merge(two)
-    assert one.store.origins[:7].tolist() == [1 << 30] * 7
-    np.testing.assert_array_equal(one.store.transitions[:27], np.arange(27) << 20)
-    np.testing.assert_array_equal(one.store.origins[7:], rest)
+    assert one.store.transitions.origins[:7].tolist() == [1 << 30] * 7
+    np.testing.assert_array_equal(one.store.transitions.counts[:27], np.arange(27) << 20)
+    np.testing.assert_array_equal(one.store.transitions.origins[7:], rest)
 
 
 def test_merging_into_a_full_history_keeps_its_size(tmp_path: Path) -> None:
@@ -413,14 +414,14 @@ def swap(a: str, b: str) -> Change:
         say("fingerprint", "3"),
         lambda tensors, metadata: tensors.update(prompt=tensors["prompt"] * 0, decode=tensors["decode"] * 0),
         drop("online.counts"),
-        swap("online.counts", "online.trust"),
+        swap("online.counts", "online.blend"),
         put("online.counts", lambda t: t.astype(np.float32)),
         put("online.counts", lambda t: t * np.nan),
-        put("online.trust", lambda t: t + 21),
+        put("online.blend", lambda t: t + 21),
         put("online.counts_curvature", lambda t: t * np.inf),
         put("online.counts_curvature", lambda t: t + 1e13),
-        put("online.trust_curvature", lambda t: -t),
-        put("online.trust_curvature", lambda t: t - np.diag([0, 1e6, 0])),
+        put("online.blend_curvature", lambda t: -t),
+        put("online.blend_curvature", lambda t: t - np.diag([0, 1e6, 0])),
         lambda tensors, metadata: metadata.clear(),
         lambda tensors, metadata: metadata.pop("fingerprint"),
     ],
@@ -431,7 +432,7 @@ def test_impossible_files_are_refused(tmp_path: Path, change: Change) -> None:
     tensors = load_file(path)
     metadata = {
         "format": "moecache.history",
-        "version": "2",
+        "version": VERSION,
         "fingerprint": json.dumps(MODEL),
         "tokens": "50",
         "capacity": "10",
@@ -550,7 +551,7 @@ def test_saving_beside_the_working_directory(tmp_path: Path, monkeypatch: pytest
 def test_numbers_that_a_file_may_not_claim(tmp_path: Path, change: Change) -> None:
     path = tmp_path / "a.history"
     filled(3).save(path)
-    tensors, metadata = load_file(path), {"format": "moecache.history", "version": "2"}
+    tensors, metadata = load_file(path), {"format": "moecache.history", "version": VERSION}
     metadata |= {"fingerprint": json.dumps(MODEL), "tokens": "50", "capacity": "10"}
     change(tensors, metadata)
     save_file(tensors, path, metadata)
@@ -563,7 +564,7 @@ def test_numbers_that_a_file_may_not_claim(tmp_path: Path, change: Change) -> No
 def test_room_that_a_file_claims_is_given_when_it_was_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "a.history"
     filled(3).save(path)
-    metadata = {"format": "moecache.history", "version": "2", "fingerprint": json.dumps(MODEL), "tokens": "50"}
+    metadata = {"format": "moecache.history", "version": VERSION, "fingerprint": json.dumps(MODEL), "tokens": "50"}
     save_file(load_file(path), path, {**metadata, "capacity": "20_000_000".replace("_", "")})
     with pytest.raises(HistoryFormatError, match="pass the capacity"):
         History.load(path)
@@ -580,7 +581,7 @@ def test_arrays_of_8_bit_floats_are_refused(tmp_path: Path) -> None:
     filled(3).save(path)
     tensors = load_torch(path)
     tensors["online.counts"] = tensors["online.counts"].to(torch.float8_e4m3fn)
-    save_torch(tensors, path, {"format": "moecache.history", "version": "2"})
+    save_torch(tensors, path, {"format": "moecache.history", "version": VERSION})
     with pytest.raises(HistoryFormatError, match="F8_E4M3"):
         History.load(path)
 
@@ -591,7 +592,7 @@ def test_counters_stop_instead_of_wrapping(tmp_path: Path) -> None:
     filled(3).save(path)
     tensors = load_file(path)
     tensors["total"] = np.full(12, most)
-    metadata = {"format": "moecache.history", "version": "2", "fingerprint": json.dumps(MODEL), "capacity": "10"}
+    metadata = {"format": "moecache.history", "version": VERSION, "fingerprint": json.dumps(MODEL), "capacity": "10"}
     save_file(tensors, path, {**metadata, "tokens": str(most)})
     history = History.load(path)
     history.add(np.ones(12, np.int64), np.ones(12, np.int64), 5)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from moecache import ExpertBank, ExpertCache, Fingerprint, History
-from moecache._core import Replay
 from moecache.lab import read_trace, schedule
+from moecache.lab._replay import Replay
 from moecache.lab.replay import make_core
 from moecache.lease import Lease
 from moecache.policy import NAMES, resolve, score
@@ -39,7 +39,7 @@ class Watched:
             was_open = lease._step.open
             release(lease)
             if was_open:
-                self.tables.append(np.array(cache._core.slot_expert))
+                self.tables.append(np.array(cache._core.slots.occupants))
 
         monkeypatch.setattr(Lease, "release", watched)
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moecache import Fingerprint, History
-from moecache._core import Replay
 from moecache.errors import CapacityError, PolicyError, TraceFormatError
 from moecache.lab import REPLAY_NAMES, Trace, read_trace, replay, schedule
+from moecache.lab._replay import Replay
 from moecache.lab.offline import belady_hits, reuse_distances, sequential_hits
 from moecache.lab.replay import make_core, step_demands
 from moecache.lab.schedule import split_requests

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-HEADERS = Path(__file__).parent.parent / "moecache"
+HEADERS = Path(__file__).parent.parent / "moecache" / "_decide"
 WRAPPER = """
 #include "_match.h"
+#include "_rank.h"
 ptrdiff_t place(ptrdiff_t entry) { return moe_place(entry); }
 int has(int width) {
 #ifdef MOE_X86

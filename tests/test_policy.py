@@ -115,7 +115,7 @@ def victims(policy_name: str, address: int, trace: list[tuple[int, list[list[int
         step = call_route(core, request, layer, ids)
         run_step(core, step)
         core.release(step)
-        tables.append(core.slot_expert.tolist())
+        tables.append(core.slots.occupants.tolist())
     return tables
 
 
@@ -170,7 +170,7 @@ def test_a_score_of_nan_or_infinity_does_no_harm() -> None:
             step = call_route(core, request, 0, [[n * 5 % 6], [n % 6]])
             run_step(core, step)
             core.release(step)
-            assert len(set(core.slot_expert[core.slot_expert >= 0])) == (core.slot_expert >= 0).sum()
+            assert len(set(core.slots.occupants[core.slots.occupants >= 0])) == (core.slots.occupants >= 0).sum()
 
 
 def test_a_score_decides_in_the_cache() -> None:

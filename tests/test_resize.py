@@ -170,7 +170,7 @@ def test_threads_that_route_while_another_resizes(link: bool) -> None:
                 for thread in threads:
                     thread.join(30)
             assert wrong == []
-            assert cache._core.pinned() == 0
+            assert cache._core.slots.pinned() == 0
             stats = cache.stats()
             assert stats.hits + stats.misses == stats.demands
             assert stats.misses > 0
@@ -297,9 +297,9 @@ def test_a_pause_goes_on_through_a_resize_and_ends_after_it(bank: ExpertBank) ->
 def test_slot_generations_begin_anew_before_their_numbers_run_out(bank: ExpertBank) -> None:
     with ExpertCache(bank, 4, policy="lru") as cache, cache.request() as request:
         run(request, 0, [[0, 1]])
-        cache._core.slot_generation[:] = 0x7F000000 - 2
-        cache._core.complete[:] = cache._core.slot_generation
+        cache._core.slots.generations[:] = 0x7F000000 - 2
+        cache._core.slots.complete[:] = cache._core.slots.generations
         for expert in range(8):
             run(request, 1, [[expert]])
             run(request, 0, [[expert]])
-        assert int(cache._core.slot_generation.max()) < 100
+        assert int(cache._core.slots.generations.max()) < 100

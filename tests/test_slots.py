@@ -83,12 +83,12 @@ class Slots(RuleBasedStateMachine):
         self.core = make_core(num_experts, self.room, policy=policy, kinds=kinds, prefetch=prefetch, history=2, top_k=1)
         if prefetch:
             self._expect_the_same_number_next()
-        self.mover = Mover(self.core.complete)
+        self.mover = Mover(self.core.slots.complete)
         self.requests: list[Any] = []
         self.at: dict[int, int] = {}
         self.leases: list[OpenLease] = []
-        self.generations = self.core.slot_generation.copy()
-        self.tenants = self.core.slot_expert.copy()
+        self.generations = self.core.slots.generations.copy()
+        self.tenants = self.core.slots.occupants.copy()
         self.demands = self.hits = 0
         self.begin()
 
@@ -98,9 +98,9 @@ class Slots(RuleBasedStateMachine):
         for layer, experts in enumerate(self.layout.num_experts):
             following = self.layout.num_experts[(layer + 1) % self.layout.layers]
             for e in range(experts):
-                store.transitions[at + e * following + e % following] = 1000
+                store.transitions.counts[at + e * following + e % following] = 1000
             at += experts * following
-        store.origins[:] = 1000
+        store.transitions.origins[:] = 1000
 
     def _experts_of(self, kind: int) -> int:
         return sum(n for n, k in zip(self.layout.num_experts, self.kinds, strict=True) if k == kind)
@@ -115,7 +115,7 @@ class Slots(RuleBasedStateMachine):
     @rule()
     def begin(self) -> None:
         self.requests.append(self.core.begin_request())
-        self.at[self.requests[-1].number] = 0
+        self.at[self.requests[-1].account.number] = 0
 
     @precondition(lambda self: len(self.requests) > 1)
     @rule(data=st.data(), keep=st.booleans())
@@ -123,14 +123,14 @@ class Slots(RuleBasedStateMachine):
         request = self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))
         self.core.end_request(request, keep)
         self.core.end_request(request, keep)
-        self.leases = [lease for lease in self.leases if lease.number != request.number]
+        self.leases = [lease for lease in self.leases if lease.number != request.account.number]
 
     @precondition(lambda self: self.requests and len(self.leases) < 3)
     @rule(data=st.data(), decode=st.booleans(), rows=st.integers(1, 6))
     def route(self, data: st.DataObject, decode: bool, rows: int) -> None:
         request = data.draw(st.sampled_from(self.requests))
-        layer = self.at[request.number]
-        self.at[request.number] = (layer + 1) % self.layout.layers
+        layer = self.at[request.account.number]
+        self.at[request.account.number] = (layer + 1) % self.layout.layers
         ids = data.draw(id_rows(self.layout.num_experts[layer], st.just(rows), st.integers(1, 2)))
         self._route(request, layer, ids, decode)
 
@@ -144,16 +144,16 @@ class Slots(RuleBasedStateMachine):
             for slot in sorted(self.mover.jobs):
                 if prefetches_land or slot in lease.held:
                     self.mover.land(slot)
-            self._handed(lease, self.core.take(lease.step))
+            self._handed(lease, self.core.next_ready(lease.step))
             self._finish(lease)
             self.core.release(self.leases.pop().step)
             self.check_all()
-        self.at[request.number] = 0
+        self.at[request.account.number] = 0
 
     def _route(self, request: Any, layer: int, ids: list[list[int]], decode: bool) -> OpenLease:
         before = self._snapshot()
         step = call_route(self.core, request, layer, ids, decode)
-        lease = OpenLease(step, layer, request.number)
+        lease = OpenLease(step, layer, request.account.number)
         self.leases.append(lease)
         self._hold_new(lease, [-1] * step.unique)
         self.mover.submit(step.plan)
@@ -166,7 +166,7 @@ class Slots(RuleBasedStateMachine):
         """Ask for the next item of a lease; when nothing is there, let a copy land or look for slots."""
         lease = data.draw(st.sampled_from(self.leases))
         self._finish(lease)
-        i = self.core.take(lease.step)
+        i = self.core.next_ready(lease.step)
         if i >= 0:
             self._handed(lease, i)
         elif waiting:
@@ -195,18 +195,18 @@ class Slots(RuleBasedStateMachine):
     def fail(self, data: st.DataObject, noticed: bool) -> None:
         slot, generation = self.mover.fail(data.draw(st.sampled_from(sorted(self.mover.jobs))))
         if noticed:
-            self.core.fail(slot, generation)
-            self.core.fail(slot, generation)
+            self.core.slots.fail(slot, generation)
+            self.core.slots.fail(slot, generation)
 
     # What each must leave behind
 
     def _snapshot(self) -> dict[str, Any]:
         core = self.core
         return {
-            "expert": core.slot_expert.copy(),
-            "generation": core.slot_generation.copy(),
-            "pins": core.slot_pins.copy(),
-            "complete": core.complete.copy(),
+            "expert": core.slots.occupants.copy(),
+            "generation": core.slots.generations.copy(),
+            "pins": core.slots.pin_counts.copy(),
+            "complete": core.slots.complete.copy(),
         }
 
     def _check_route(self, step: Any, layer: int, ids: list[list[int]], before: dict[str, Any]) -> None:
@@ -231,7 +231,7 @@ class Slots(RuleBasedStateMachine):
         self.hits += len(hits)
         for e, slot in zip(experts, step.slot_list(), strict=True):
             if slot >= 0:
-                assert self.core.slot_expert[slot] == offset + e
+                assert self.core.slots.occupants[slot] == offset + e
                 assert slot in self._slots_of(self.kinds[layer])
             if offset + e in where and where[offset + e] not in failed:
                 assert slot == where[offset + e]
@@ -264,7 +264,7 @@ class Slots(RuleBasedStateMachine):
         expert, slot, begin, end = lease.step.item(i)
         assert end > begin
         assert self.mover.memory[slot] == self.layout.offset[lease.layer] + expert, "another expert's bytes"
-        assert lease.held[slot] == self.core.slot_generation[slot] == self.core.complete[slot]
+        assert lease.held[slot] == self.core.slots.generations[slot] == self.core.slots.complete[slot]
         assert expert not in lease.handed
         lease.handed.append(expert)
         lease.taken = i
@@ -276,7 +276,7 @@ class Slots(RuleBasedStateMachine):
         slot = lease.step.item(i)[1]
         before, generation = lease.step.slot_list(), lease.held[slot]
         if self.core.finish(lease.step, i):
-            if self.core.slot_generation[slot] != generation:
+            if self.core.slots.generations[slot] != generation:
                 # The next wave goes through a slot that only this lease holds.
                 assert not any(other.held.get(slot) == generation for other in self.leases if other is not lease)
             self.mover.submit(lease.step.plan)
@@ -285,8 +285,8 @@ class Slots(RuleBasedStateMachine):
     def _hold_new(self, lease: OpenLease, before: list[int]) -> None:
         for e, old, new in zip(lease.step.expert_list(), before, lease.step.slot_list(), strict=True):
             if old < 0 <= new:
-                assert self.core.slot_expert[new] == self.layout.offset[lease.layer] + e
-                lease.held[new] = int(self.core.slot_generation[new])
+                assert self.core.slots.occupants[new] == self.layout.offset[lease.layer] + e
+                lease.held[new] = int(self.core.slots.generations[new])
 
     def _retry(self, lease: OpenLease) -> None:
         if not lease.step.deferred:
@@ -313,35 +313,35 @@ class Slots(RuleBasedStateMachine):
             self.counters_add_up()
 
     def no_expert_has_two_slots(self) -> None:
-        tenants = self.core.slot_expert[self.core.slot_expert >= 0].tolist()
-        assert len(tenants) == len(set(tenants)) <= self.core.num_slots
-        assert sorted(self.core.resident().tolist()) == sorted(tenants)
+        tenants = self.core.slots.occupants[self.core.slots.occupants >= 0].tolist()
+        assert len(tenants) == len(set(tenants)) <= self.core.slots.num_slots
+        assert sorted(self.core.slots.resident().tolist()) == sorted(tenants)
         for kind in range(len(self.room)):
             for slot in self._slots_of(kind):
-                gid = self.core.slot_expert[slot]
+                gid = self.core.slots.occupants[slot]
                 assert gid < 0 or self.kinds[self.layout.layer_of[gid]] == kind
 
     def generations_number_the_tenancies(self) -> None:
-        now, tenants = self.core.slot_generation, self.core.slot_expert
+        now, tenants = self.core.slots.generations, self.core.slots.occupants
         assert (now >= self.generations).all()
         changed = (tenants != self.tenants) & (tenants >= 0)
         assert (now > self.generations)[changed].all()
         self.generations, self.tenants = now.copy(), tenants.copy()
 
     def pins_are_the_open_leases(self) -> None:
-        held = np.zeros(self.core.num_slots, np.int32)
+        held = np.zeros(self.core.slots.num_slots, np.int32)
         for lease in self.leases:
             for slot, generation in lease.held.items():
-                assert self.core.slot_generation[slot] == generation, "a slot was given away under its reader"
+                assert self.core.slots.generations[slot] == generation, "a slot was given away under its reader"
                 held[slot] += 1
-        np.testing.assert_array_equal(self.core.slot_pins, held)
+        np.testing.assert_array_equal(self.core.slots.pin_counts, held)
 
     def counters_add_up(self) -> None:
         n = self.core.counters()
         assert n["hits"] + n["misses"] == n["demands"] == self.demands == self.core.layer_demands.sum()
         assert n["hits"] == self.hits == self.core.layer_hits.sum()
         settled = n["prefetch_useful"] + n["prefetch_late"] + n["prefetch_wasted"]
-        assert 0 <= n["prefetch_issued"] - settled <= self.core.num_slots + 64
+        assert 0 <= n["prefetch_issued"] - settled <= self.core.slots.num_slots + 64
         assert n["prefetch_dropped"] <= n["prefetch_wasted"]
 
     def teardown(self) -> None:
@@ -355,8 +355,8 @@ class Slots(RuleBasedStateMachine):
             self.core.end_request(request)
         n = self.core.counters()
         assert n["prefetch_issued"] == n["prefetch_useful"] + n["prefetch_late"] + n["prefetch_wasted"]
-        assert not self.core.slot_pins.any()
-        assert self.core.holders() == []
+        assert not self.core.slots.pin_counts.any()
+        assert self.core.slots.pinned_experts() == []
         for slot in list(self.mover.jobs):
             self.mover.land(slot)
         request = self.core.begin_request()
@@ -367,7 +367,7 @@ class Slots(RuleBasedStateMachine):
                 run_step(self.core, step)
                 self.core.release(step)
         for kind, room in enumerate(self.room):
-            assert (self.core.slot_expert[list(self._slots_of(kind))] >= 0).sum() == room
+            assert (self.core.slots.occupants[list(self._slots_of(kind))] >= 0).sum() == room
 
 
 Slots.TestCase.settings = settings(SETTINGS, max_examples=70, stateful_step_count=30)
@@ -394,9 +394,9 @@ def test_a_step_larger_than_the_pool_hands_out_everything_once(slots: int, polic
         step = call_route(core, request, layer, [[e, (e + 1) % 12] for e in range(12)])
         assert step.deferred == 12 - slots
         assert sorted(run_step(core, step)) == list(range(12))
-        assert (core.slot_expert >= 0).sum() == slots
+        assert (core.slots.occupants >= 0).sum() == slots
         core.release(step)
-        assert not core.slot_pins.any()
+        assert not core.slots.pin_counts.any()
     assert core.counters()["waves"] == 3
 
 
@@ -409,7 +409,7 @@ def test_the_first_wave_keeps_most_of_its_slots() -> None:
     assert [e for e, slot in zip(step.expert_list(), step.slot_list(), strict=True) if slot >= 0] == list(range(8))
     run_step(core, step)
     core.release(step)
-    kept = set(core.slot_expert.tolist()) & set(range(8))
+    kept = set(core.slots.occupants.tolist()) & set(range(8))
     assert len(kept) >= 8 - 2
     assert {0, 1, 2, 3} <= kept
 
@@ -423,11 +423,11 @@ def test_everything_pinned_hands_out_no_slot_and_recovers() -> None:
     second = call_route(core, request, 0, [[2]])
     assert (second.deferred, second.slot_list(), second.plan.empty) == (1, [-1], True)
     assert not core.retry(second)
-    assert core.holders() == [(0, 0), (0, 1)]
+    assert core.slots.pinned_experts() == [(0, 0), (0, 1)]
     core.release(first)
     assert run_step(core, second) == [2]
     core.release(second)
-    assert not core.slot_pins.any()
+    assert not core.slots.pin_counts.any()
 
 
 @pytest.mark.failure("3")
@@ -443,7 +443,7 @@ def test_a_prefetch_finds_no_slot_when_all_are_pinned() -> None:
     leases = [call_route(core, request, layer, [[1]]) for layer in (0, 1)]
     for step in leases:
         run_step(core, step)
-    assert sorted(core.slot_expert) == [1, 3]
+    assert sorted(core.slots.occupants) == [1, 3]
     for step in leases:
         core.release(step)
 
@@ -455,14 +455,14 @@ def test_two_leases_on_one_expert_join_one_copy() -> None:
     first, second = call_route(core, a, 0, [[3]]), call_route(core, b, 0, [[3]])
     assert first.plan.fetches.tolist() == second.plan.fetches.tolist()
     slot = first.slot_list()[0]
-    assert core.slot_pins[slot] == 2
+    assert core.slots.pin_counts[slot] == 2
     core.release(first)
-    assert core.slot_pins[slot] == 1
+    assert core.slots.pin_counts[slot] == 1
     fill(core, a, 0, [0, 1, 2, 0, 1, 2])
-    assert core.slot_expert[slot] == 3
+    assert core.slots.occupants[slot] == 3
     run_step(core, second)
     core.release(second)
-    assert core.slot_pins[slot] == 0
+    assert core.slots.pin_counts[slot] == 0
 
 
 def test_an_expert_of_a_later_wave_that_another_request_brought_is_joined() -> None:
@@ -477,7 +477,7 @@ def test_an_expert_of_a_later_wave_that_another_request_brought_is_joined() -> N
     core.release(other)
     assert sorted(run_step(core, large)) == [0, 1, 2, 3]
     core.release(large)
-    assert len(set(core.slot_expert)) == 3
+    assert len(set(core.slots.occupants)) == 3
 
 
 def test_an_expert_waiting_for_a_slot_never_gets_a_second_one() -> None:
@@ -491,28 +491,28 @@ def test_an_expert_waiting_for_a_slot_never_gets_a_second_one() -> None:
     assert core.retry(second)
     assert second.plan.empty
     assert run_step(core, second) == [5]
-    assert core.slot_expert.tolist().count(5) == 1
-    assert core.slot_pins.sum() == 2
+    assert core.slots.occupants.tolist().count(5) == 1
+    assert core.slots.pin_counts.sum() == 2
     for step in (second, third):
         core.release(step)
-    assert not core.slot_pins.any()
+    assert not core.slots.pin_counts.any()
 
 
 def test_a_failed_copy_gives_its_slot_back_when_the_last_holder_lets_go() -> None:
     core = make_core((4,), 1)
     request = core.begin_request()
     step = call_route(core, request, 0, [[3]])
-    slot, generation = step.slot_list()[0], int(core.slot_generation[0])
-    core.complete[slot] = -generation
-    core.fail(slot, generation)
-    assert core.resident().tolist() == []
+    slot, generation = step.slot_list()[0], int(core.slots.generations[0])
+    core.slots.complete[slot] = -generation
+    core.slots.fail(slot, generation)
+    assert core.slots.resident().tolist() == []
     blocked = call_route(core, request, 0, [[2]])
     assert blocked.deferred == 1
     core.release(step)
     assert run_step(core, blocked) == [2]
     core.release(blocked)
-    core.fail(slot, generation)  # news of an earlier tenancy
-    assert core.resident().tolist() == [2]
+    core.slots.fail(slot, generation)  # news of an earlier tenancy
+    assert core.slots.resident().tolist() == [2]
 
 
 def test_a_failed_prefetch_or_an_unseen_failure_is_fetched_again() -> None:
@@ -521,12 +521,12 @@ def test_a_failed_prefetch_or_an_unseen_failure_is_fetched_again() -> None:
     step = call_route(core, request, 0, [[3]])
     generation = step.plan.fetches[0, 2]
     core.release(step)
-    core.complete[step.plan.fetches[0, 1]] = -generation
+    core.slots.complete[step.plan.fetches[0, 1]] = -generation
     again = call_route(core, request, 0, [[3]])
     assert (again.hits, len(again.plan.fetches)) == (0, 1)
     assert run_step(core, again) == [3]
     core.release(again)
-    assert not core.slot_pins.any()
+    assert not core.slots.pin_counts.any()
 
 
 def test_an_evicted_copy_in_flight_is_dropped_and_is_no_eviction() -> None:
@@ -536,11 +536,11 @@ def test_an_evicted_copy_in_flight_is_dropped_and_is_no_eviction() -> None:
     core.release(first)
     second = call_route(core, request, 0, [[1]])
     assert second.plan.drops.tolist() == first.plan.fetches[:, 1:].tolist()
-    assert core.evictions == 0
+    assert core.slots.evictions == 0
     run_step(core, second)
     core.release(second)
     call_route(core, request, 0, [[2]])
-    assert core.evictions == 1
+    assert core.slots.evictions == 1
 
 
 # Prefetches
@@ -550,14 +550,14 @@ def skewed(core: Any, tokens: int, seed: int = 0, late: bool = False) -> None:
     """Experts follow experts: layer l + 1 uses what layer l did, one further on."""
     rng = np.random.default_rng(seed)
     request = core.begin_request()
-    layers, experts = core.num_layers, int(core.store.num_experts[0])
+    layers, experts = core.layout.num_layers, int(core.store.layout.num_experts[0])
     for _ in range(tokens):
         e = int(rng.integers(experts))
         for layer in range(layers):
             step = call_route(core, request, layer, [[(e + layer) % experts]])
             prefetched = step.plan.prefetches.tolist()
             for _, slot, generation in step.plan.fetches.tolist() + ([] if late else prefetched):
-                core.complete[slot] = generation
+                core.slots.complete[slot] = generation
             run_demanded(core, step)
             core.release(step)
     core.end_request(request)
@@ -565,7 +565,7 @@ def skewed(core: Any, tokens: int, seed: int = 0, late: bool = False) -> None:
 
 def run_demanded(core: Any, step: Any) -> None:
     while step.done < step.unique:
-        core.finish(step, core.take(step))
+        core.finish(step, core.next_ready(step))
 
 
 @pytest.mark.failure("60")
@@ -627,7 +627,7 @@ def test_retained_experts_are_those_the_policy_would_give_up_last() -> None:
     core = make_core((8,), 4, policy="lru")
     request = core.begin_request()
     fill(core, request, 0, [3, 1, 4, 5, 1])
-    kept = [int(core.slot_expert[slot]) for slot in core.retained(0, 2)]
+    kept = [int(core.slots.occupants[slot]) for slot in core.retained(0, 2)]
     assert kept == [1, 5]
     smaller = make_core((8,), 2, policy="lru", store=core.store)
     for slot, gid in enumerate(kept):
@@ -638,7 +638,7 @@ def test_retained_experts_are_those_the_policy_would_give_up_last() -> None:
     assert step.hits == 2
     smaller.release(step)
     fill(smaller, request, 0, [7])
-    assert sorted(smaller.slot_expert) in ([1, 7], [5, 7])
+    assert sorted(smaller.slots.occupants) in ([1, 7], [5, 7])
     for slot, gid in [(0, 3), (1, 7)]:
         with pytest.raises(LeaseError, match="not vacant"):
             smaller.adopt(slot, gid)

@@ -31,7 +31,7 @@ def _many_switches() -> Iterator[None]:
 def filled_store(stored: int, capacity: int, release: int) -> HistoryStore:
     rng = np.random.default_rng(0)
     store = HistoryStore(np.full(LAYERS, EXPERTS, np.int32), capacity)
-    store.release = release
+    store.gil.mode = release
     for counts in rng.integers(0, 400, (stored, LAYERS * EXPERTS)) * (rng.random((stored, LAYERS * EXPERTS)) < 0.4):
         store.add(counts // 2, counts - counts // 2, 1)
     return store
@@ -96,21 +96,21 @@ def test_requests_that_run_while_others_enter_the_history(release: int) -> None:
 
     in_threads(*(lambda n=n: decode(n) for n in range(3)), lambda: finish(10), lambda: finish(11))
     assert store.replaced == 120
-    assert core.under_way == 0
+    assert core.open_steps.routing == 0
     assert core.demands == core.hits + core.misses
     stored = stored_counts(store)
     norms = np.linalg.norm(stored.astype(np.float64), axis=1)
     for request, counts in running:
-        np.testing.assert_array_equal(request.counts, counts)
-        dots = request.similarities() * norms * np.linalg.norm(counts)
+        np.testing.assert_array_equal(request.match.counts, counts)
+        dots = request.match.similarities() * norms * np.linalg.norm(counts)
         np.testing.assert_allclose(dots, stored @ counts, rtol=1e-12)
         reference = HistoryReference((EXPERTS,) * LAYERS, 3000)
         reference.prompt, reference.decode = list(stored), [np.zeros_like(row) for row in stored]
         reference.written = store.written.tolist()
-        assert request.matches(5)[0].tolist() == reference.ranked(counts)[:5]
+        assert request.match.matches(5)[0].tolist() == reference.ranked(counts)[:5]
     # What followed what, over all threads: each step but the first of a request follows the one of the layer before.
-    assert store.origins.sum() > 0
-    assert (store.transitions.reshape(LAYERS * EXPERTS, EXPERTS).sum(1) == TOP_K * store.origins).all()
+    assert store.transitions.origins.sum() > 0
+    assert (store.transitions.counts.reshape(LAYERS * EXPERTS, EXPERTS).sum(1) == TOP_K * store.transitions.origins).all()
 
 
 def test_a_long_prompt_in_one_thread_and_steps_in_others() -> None:
@@ -138,7 +138,7 @@ def test_a_long_prompt_in_one_thread_and_steps_in_others() -> None:
         for n in range(300):
             step = call_route(core, request, n % LAYERS, np.argsort(rng.random((1, EXPERTS)))[:, :TOP_K])
             core.release(step)
-        assert request.counts.sum() == 300 * TOP_K
+        assert request.match.counts.sum() == 300 * TOP_K
         core.end_request(request)
 
     in_threads(long, long, lambda: short(1), lambda: short(2))
@@ -150,7 +150,7 @@ def test_bad_ids_leave_nothing_under_way() -> None:
     request = core.begin_request()
     with pytest.raises(RoutingError):
         call_route(core, request, 0, [[EXPERTS]])
-    assert core.under_way == 0
+    assert core.open_steps.routing == 0
 
 
 @pytest.mark.failure("114")
@@ -158,7 +158,7 @@ def test_a_cache_used_by_many_threads() -> None:
     """Through the public face, with a pool that is too small and steps that let others in."""
     bank = make_bank((EXPERTS,) * LAYERS)
     with ExpertCache(bank, 6, top_k=TOP_K, options=CacheOptions(history_capacity=4)) as cache:
-        cache.history.store.release = 2
+        cache.history.store.gil.mode = 2
 
         def decode(seed: int) -> None:
             generator = torch.Generator().manual_seed(seed)
@@ -184,7 +184,13 @@ def test_a_match_is_the_same_with_and_without_the_gil() -> None:
         request, rng = core.begin_request(), np.random.default_rng(5)
         for n in range(30):
             core.release(call_route(core, request, n % LAYERS, np.argsort(rng.random((4, EXPERTS)))[:, :TOP_K]))
-        results.append((request.matches(16)[0].tolist(), core.probability.tolist(), call_match(request, 0, [1, 2])))
+        results.append(
+            (
+                request.match.matches(16)[0].tolist(),
+                core.estimates.probability.tolist(),
+                call_match(request.match, 0, [1, 2]),
+            )
+        )
     assert results[0] == results[1]
 
 
@@ -192,7 +198,7 @@ def test_histories_shared_by_two_caches_stay_whole() -> None:
     bank = make_bank((EXPERTS,) * LAYERS)
     with ExpertCache(bank, 24, top_k=TOP_K, options=CacheOptions(history_capacity=3)) as one:
         history: History = one.history
-        history.store.release = 2
+        history.store.gil.mode = 2
         with ExpertCache(bank, 24, top_k=TOP_K, history=history) as two:
 
             def decode(cache: ExpertCache, seed: int) -> None:

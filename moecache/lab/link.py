@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from .._core import Core, LinkClock
-from .._core import Replay as _Replay
+from .._core import Core
 from ..errors import PolicyError, TraceFormatError
 from ..history import History
 from ..policy import Resolved, Score
 from ..trace import Trace
+from ._clock import LinkClock
+from ._replay import Replay as _Replay
 from .replay import _blocks, _Quiet, make_core, resolve_any, slots_of, trained_history
 from .schedule import Schedule, schedule, split_requests
 
@@ -379,7 +380,7 @@ class _Play:
 def _result(
     play: _Play, policy: Resolved, core: Core, clock: LinkClock, prefetch: bool, without: float | None, floor_s: float
 ) -> TimedResult:
-    trace, plan, profile, slots = play.trace, play.plan, play.profile, core.num_slots
+    trace, plan, profile, slots = play.trace, play.plan, play.profile, core.slots.num_slots
     expert_s = play.nbytes / profile.memory_rate
     counters = core.counters()
     resident_s = plan.passes * (profile.pass_s + trace.layers * profile.layer_s) + core.demands * expert_s

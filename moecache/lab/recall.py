@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from .._core import PREDICTORS
-from .._core import Recall as _Recall
-from .._core import Replay as _Replay
 from ..history import History
 from ..policy import resolve
 from ..trace import Trace
+from ._recall import PREDICTORS
+from ._recall import Recall as _Recall
+from ._replay import Replay as _Replay
 from .replay import _blocks, _Quiet, make_core, trained_history
 from .schedule import schedule, split_requests
 

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from .._core import Core
-from .._core import Replay as _Replay
 from ..errors import CapacityError, PolicyError
 from ..history import History
 from ..policy import NAMES, Resolved, Score, resolve
 from ..trace import Trace
+from ._replay import Replay as _Replay
 from .offline import belady_hits
 from .schedule import Schedule, schedule, split_requests
 
@@ -272,10 +272,10 @@ def _play(trace: Trace, plan: Schedule, policy: Resolved, slots: list[int], base
             fraction=n / sum(trace.num_experts),
             capacity_experts=n,
             tokens=plan.tokens,
-            steps=core.steps,
+            steps=core.slots.steps,
             demands=core.demands,
             hits=core.hits,
-            evictions=core.evictions,
+            evictions=core.slots.evictions,
             misses_cold=cold,
             layer_demands=tuple(core.layer_demands.tolist()),
             layer_hits=tuple(core.layer_hits.tolist()),

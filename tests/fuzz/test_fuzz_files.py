@@ -40,7 +40,7 @@ def filled() -> History:
     for n in range(3):
         history.add(random.integers(0, 400, 5), random.integers(0, 3, 5) * (n > 0), 9)
     for name in ("transitions", "origins", "successions", "followed"):
-        table = getattr(history.store, name)
+        table = history.store.learned()[name]
         table[:] = random.integers(0, 50, len(table))
     return history
 

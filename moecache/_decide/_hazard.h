@@ -1,58 +1,13 @@
-/* The loops behind the chance of use: logistic hazards of coming token intervals, the index that ranks victims by them,
- * and the online Newton steps that learn their weights. Compiled once per instruction set, as _match.h is. */
+/* The loops behind the chance of use: logistic hazards of coming token intervals, and the online Newton steps that learn their
+ * weights. */
 #ifndef MOECACHE_HAZARD_H
 #define MOECACHE_HAZARD_H
 
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
-#include "_match.h"
+#include "_fastmath.h"
+#include "_intervals.h"
 
-/* Token intervals after a layer's visit: (0, 1], (1, 2], (2, 4], ... (16, 32]. */
-enum { MOE_INTERVALS = 6, MOE_FEATURES = 5, MOE_HORIZON = 32, MOE_WIDEST_MODEL = MOE_FEATURES + 1 };
-static const int moe_edge[MOE_INTERVALS + 1] = {0, 1, 2, 4, 8, 16, 32};
-
-#define MOE_INLINE static inline __attribute__((always_inline))
-
-/* Natural logarithm of a positive normal float: exponent by bits, and of the mantissa in [sqrt 1/2, sqrt 2) twice the
- * series of artanh((m - 1) / (m + 1)). Within 1e-6. Branch-free, so that it vectorises without a vector library. */
-MOE_INLINE float moe_log(float x) {
-    int32_t bits;
-    memcpy(&bits, &x, 4);
-    const int32_t e = (bits - 0x3f3504f3) >> 23;
-    bits -= e << 23;
-    float m;
-    memcpy(&m, &bits, 4);
-    const float s = (m - 1) / (m + 1), t = s * s;
-    return 2 * s * (1 + t * (1.0f / 3 + t * (1.0f / 5 + t * (1.0f / 7 + t * (1.0f / 9))))) + 0.693147181f * (float)e;
-}
-
-/* exp(x) for |x| <= 80: 2^k by bits, the rest by Taylor's series on |r| <= ln 2 / 2. Within 4e-6 of its size
- * (1e-6 where |x| <= 15). */
-MOE_INLINE float moe_exp(float x) {
-    const float nearest = 12582912.0f; /* 1.5 * 2^23: what is added to it loses its fraction */
-    const float whole = x * 1.442695041f + nearest - nearest;
-    const int32_t k = (int32_t)whole;
-    const float r = x - whole * 0.693147181f;
-    const float p = 1 + r * (1 + r * (1.0f / 2 + r * (1.0f / 6 + r * (1.0f / 24 + r * (1.0f / 120 + r * (1.0f / 720))))));
-    const int32_t bits = (k + 127) << 23;
-    float power;
-    memcpy(&power, &bits, 4);
-    return p * power;
-}
-
-/* One choice after the other: each is a minimum or maximum instruction; nested, they are branches to the vectoriser. */
-MOE_INLINE float moe_clamp(float x, float low, float high) {
-    x = x < low ? low : x;
-    return x > high ? high : x;
-}
-
-MOE_INLINE float moe_logit(float p) {
-    p = moe_clamp(p, 1e-4f, 0.9999f);
-    return moe_log(p / (1 - p));
-}
-
-MOE_INLINE float moe_sigmoid(float z) { return 1 / (1 + moe_exp(-moe_clamp(z, -15, 15))); }
+enum { MOE_FEATURES = 5, MOE_WIDEST_MODEL = MOE_FEATURES + 1 };
 
 /* out[f * n + e]: what is known of each expert, as log odds (the lift: its logarithm). Bounded, whatever was routed. */
 MOE_CLONES static void moe_features(float *restrict out, const float *restrict slow, const float *restrict fast,
@@ -77,74 +32,20 @@ MOE_INLINE void moe_linear(float *restrict z, const double *restrict w, const fl
 }
 
 /* hazard[i * stride + e]: chance that expert e is used within interval i, given that it was not before. `outside`, where
- * not NULL, is somebody else's log odds [6, n]; `trust` [6, 3] joins them with those of the counts. `rows` tokens a step
+ * not NULL, is a forecaster's log odds [6, n]; `blend` [6, 3] joins them with those of the counts. `rows` tokens a step
  * are so many chances. */
 MOE_CLONES static void moe_hazards(float *restrict hazard, ptrdiff_t stride, const float *restrict x,
                                    const double *restrict weights, const float *restrict outside,
-                                   const double *restrict trust, float *restrict work, int n, int rows) {
+                                   const double *restrict blend, float *restrict work, int n, int rows) {
     for (int i = 0; i < MOE_INTERVALS; i++) {
         float *restrict out = hazard + i * stride;
-        const double *restrict t = trust + 3 * i;
+        const double *restrict t = blend + 3 * i;
         moe_linear(work, weights + i * MOE_WIDEST_MODEL, x, MOE_FEATURES, n);
         if (outside != NULL)
             for (int e = 0; e < n; e++) work[e] = (float)t[0] + (float)t[1] * work[e] + (float)t[2] * outside[i * n + e];
         for (int e = 0; e < n; e++) out[e] = moe_sigmoid(work[e]);
         if (rows > 1)
             for (int e = 0; e < n; e++) out[e] = 1 - powf(1 - out[e], (float)rows);
-    }
-}
-
-/* Chance of each expert of a layer from what it followed: the odds of its own chance `use` times the lift to a power, and
- * from `sure` on at least the mean of the transitions. `table` and `origins` as in moe_lift. */
-MOE_CLONES static void moe_follow(float *restrict out, const float *restrict use, const double *restrict lift,
-                                  const int32_t *restrict table, const int32_t *restrict origins, int width,
-                                  const int32_t *restrict experts, int n, float prior, float power, float sure) {
-    for (int e = 0; e < width; e++) out[e] = 0;
-    for (int i = 0; i < n; i++) {
-        const int32_t *restrict row = table + (ptrdiff_t)experts[i] * width;
-        const float scale = 1 / ((float)origins[experts[i]] + prior) / (float)n;
-        for (int e = 0; e < width; e++) out[e] += scale * ((float)row[e] + prior * use[e]);
-    }
-    for (int e = 0; e < width; e++) {
-        const float bounded = moe_clamp((float)lift[e], 1e-15f, 1e15f);
-        const float odds = use[e] / (1.0001f - use[e]) * moe_exp(power * moe_log(bounded));
-        const float chance = odds / (1 + odds), mean = out[e] < sure ? 0 : out[e];
-        out[e] = chance > mean ? chance : mean;
-    }
-}
-
-/* hazard = 1 - (1 - hazard)(1 - other): one of two requests uses it. */
-MOE_CLONES static void moe_join(float *restrict hazard, ptrdiff_t stride, const float *restrict other,
-                                ptrdiff_t other_stride, int n) {
-    for (int i = 0; i < MOE_INTERVALS; i++)
-        for (int e = 0; e < n; e++)
-            hazard[i * stride + e] = 1 - (1 - hazard[i * stride + e]) * (1 - other[i * other_stride + e]);
-}
-
-/* wait[e]: layer steps beyond the layer's next visit until the expert is worth its slot: L (1 / index - 1), the index
- * being the best rate of uses per token that keeping it up to the end of some interval promises (Gittins). From one
- * constant chance p the index is p. */
-MOE_CLONES static void moe_wait(float *restrict wait, const float *restrict hazard, ptrdiff_t stride, int n, float layers) {
-    enum { BLOCK = 64 };
-    for (int base = 0; base < n; base += BLOCK) {
-        const int m = n - base < BLOCK ? n - base : BLOCK;
-        float alive[BLOCK], tokens[BLOCK], index[BLOCK];
-        for (int e = 0; e < m; e++) alive[e] = 1, tokens[e] = 0, index[e] = 1e-5f;
-        for (int i = 0; i < MOE_INTERVALS; i++) {
-            const float length = (float)(moe_edge[i + 1] - moe_edge[i]);
-            const float *restrict h = hazard + i * stride + base;
-            for (int e = 0; e < m; e++) {
-                tokens[e] += alive[e] * (length * (1 - h[e]) + h[e] * (length + 1) / 2);
-                alive[e] *= 1 - h[e];
-                const float rate = (1 - alive[e]) / tokens[e];
-                index[e] = rate > index[e] ? rate : index[e];
-            }
-        }
-        /* Rounding may leave an index just above 1. */
-        for (int e = 0; e < m; e++) {
-            const float most = index[e] < 1 ? index[e] : 1;
-            wait[base + e] = layers * (1 / most - 1);
-        }
     }
 }
 

@@ -1,0 +1,1 @@
+"""The deciding part, one idea a module; `moecache._core` is its public API. `docs/architecture.md` has the order of the modules."""

@@ -1,0 +1,553 @@
+"""What puts the parts of a decision together: a step is counted, judged against the cache as it stands, and what to move is planned.
+
+A decision keeps the GIL, which is what makes it atomic between Python threads. The long loops before it release it: the copying and
+grouping of a long prompt's ids, which touch nothing shared, and the scan of a large store, which reads it under a lock that writers
+wait for.
+"""
+
+import cython
+import numpy as np
+
+from libc.stdint cimport int32_t, int64_t, uint8_t, uintptr_t
+
+from moecache.errors import ClosedError, LeaseError, RoutingError, refuse_copy
+
+from moecache._decide.arrays cimport address_of
+from moecache._decide.estimates cimport Estimates
+from moecache._decide.evict cimport EXPECTED_NEXT_USE, MOE_INFINITY, Evictor
+from moecache._decide.history cimport HistoryStore
+from moecache._decide.prefetch cimport Prefetcher
+from moecache._decide.request cimport Hints, RequestState
+from moecache._decide.slots cimport PrefetchLedger, SlotTable
+from moecache._decide.step cimport DEFERRED, DONE, TAKEN, WAITING, OpenSteps, Step
+from moecache._decide.sync cimport moe_load_acquire, moe_now_ns
+
+
+@cython.final
+cdef class Core:
+    """Decides about the experts of one cache.
+
+    Parameters
+    ----------
+    store : HistoryStore
+    layer_group : int32 array [L]
+        Shape group of each layer.
+    slots_per_group : int32 array [groups]
+        Slot numbers run through the shape groups in order.
+    complete : int32 array [slots]
+        Written by whoever moves the bytes: the generation of the occupant whose bytes are all there, negative when its copy
+        failed.
+    policy : str
+        A key of `POLICY_CODES`.
+    score : int, optional
+        Address of a ``double (const double *features)`` for policy "user"; the largest score is evicted.
+    prefetch : bool
+    top_k : int
+        Experts per token, where known, else 0.
+    waste_share : float
+        Prefetched for nothing at most, as a share of what steps needed moved.
+
+    Raises
+    ------
+    PolicyError
+        The policy is not known, or has no score or one too many.
+    """
+
+    def __cinit__(self, HistoryStore store, layer_group, slots_per_group, complete, str policy="expected-next-use",
+                  uintptr_t score=0, bint prefetch=True, int32_t top_k=0, double waste_share=0.25):
+        self.store, self.layout = store, store.layout
+        self.slots = SlotTable(store.layout, layer_group, slots_per_group, complete, PrefetchLedger(waste_share))
+        self.estimates = Estimates(store, top_k)
+        self.evictor = Evictor(self.slots, self.estimates, policy, score)
+        self.prefetcher = Prefetcher(self.evictor, store.transitions, prefetch and policy != "belady", policy == "moe-infinity")
+        self.open_steps = OpenSteps(self.slots)
+        self.layer_demands, self.layer_hits = (np.zeros(store.layout.num_layers, np.int64) for _ in range(2))
+        self.demands_of, self.hits_of = (
+            <int64_t *> address_of(self.layer_demands), <int64_t *> address_of(self.layer_hits))
+        self.requests = []
+
+    def __reduce__(self):
+        refuse_copy(self)
+
+    # Requests
+
+    def begin_request(self):
+        """Start counting a request; end it with `end_request`. None when another core has taken this one's place.
+
+        Raises
+        ------
+        ClosedError
+        """
+        if self.closed:
+            raise ClosedError("this cache is closed; make a new one")
+        if self.successor is not None:
+            return None
+        cdef RequestState request = RequestState(self.store, self.request_number)
+        request.start(self.estimates.prior)
+        if self.evictor.policy == EXPECTED_NEXT_USE and self.store.forecaster is not None:
+            request.attach_forecaster(self.store.forecaster)
+        self.request_number += 1
+        self.requests.append(request)
+        self.store.matches.append(request.match)
+        self._predict_all(request)
+        self._refresh_all()
+        return request
+
+    def end_request(self, RequestState request, bint keep=True):
+        """Take a request out of the chances of use and, with `keep`, put its activation matrix into the store.
+
+        Its open steps end. A request that another thread is routing at this moment ends when that call does.
+
+        Returns
+        -------
+        bool
+            False when another core has taken this one's place, and has the request.
+        """
+        if self.successor is not None:
+            return False
+        if request not in self.requests:
+            return True
+        if request.busy:
+            request.ending = 2 if keep else 1
+            return True
+        self.open_steps.close_all(request)
+        self.open_steps.begin_decision()
+        try:
+            self._end_request(request, keep)
+        finally:
+            self.open_steps.end_decision()
+        return True
+
+    cdef int _end_request(self, RequestState request, bint keep) except -1:
+        self.requests.remove(request)
+        self.requests_ns += request.account.last_ns - request.account.begun_ns
+        self.store.matches.remove(request.match)
+        request.predictor.finish()
+        self.prefetcher.forget(request.account.number)
+        if self.evictor.current is request:
+            self.evictor.current = None
+        if keep:
+            self.store.add(request.match.prompt_counts, request.match.decode_counts,
+                           request.prompt_tokens + request.decode_tokens, request.match)
+            self.estimates.refresh_prior()
+        self.finished += 1
+        for request in self.requests:
+            self._predict_all(request)
+        self._refresh_all()
+        return 0
+
+    def set_pace(self, double layer_s=0, double expert_s=0, double chunk_s=0):
+        """What a clock says. Without it prefetching looks one layer ahead only.
+
+        Parameters
+        ----------
+        layer_s : float
+            Seconds from one step of a request to its next, less what it waited for bytes. A running median is kept.
+        expert_s : float
+            Seconds that the link takes for one expert.
+        chunk_s : float
+            Seconds for which a copy under way can hold up one that is wanted more.
+        """
+        self.prefetcher.set_pace(layer_s, expert_s, chunk_s)
+
+    def hint(self, RequestState request, int32_t layer, chances):
+        """Take these chances (in 0..1) of a request's next visit to a layer for granted, until it comes.
+
+        Raises
+        ------
+        RoutingError
+            The layer is out of range, the length is not its number of experts, or a number is no chance. Nothing has
+            changed.
+        """
+        if not 0 <= layer < self.layout.num_layers:
+            raise RoutingError(
+                f"layer {layer} is out of range: this cache has MoE layers 0..{self.layout.num_layers - 1}")
+        given = np.asarray(chances, np.float32)
+        if given.shape != (self.layout.experts[layer],):
+            raise RoutingError(f"layer {layer}: {given.shape[0] if given.ndim == 1 else given.shape} chances; expected one for "
+                               f"each of its {self.layout.experts[layer]} experts")
+        outside = np.flatnonzero(~((given >= 0) & (given <= 1)))   # NaN compares false
+        if len(outside):
+            raise RoutingError(f"layer {layer}: the chance of expert {outside[0]} is {given[outside[0]]}; expected 0 to 1")
+        if request.hints is None:
+            request.hints = Hints(self.store)
+        request.hints.give(layer, self.layout.offset[layer], given)
+
+    cdef void _predict_all(self, RequestState request) noexcept:
+        cdef int32_t layer
+        for layer in range(self.layout.num_layers):
+            request.predict(layer, self.estimates.prior, request.previous_k)
+
+    cdef void _refresh_layer(self, int32_t layer) noexcept:
+        self.estimates.refresh_layer(self.requests, layer)
+        self.evictor.refresh_layer(layer)
+
+    cdef void _refresh_all(self) noexcept:
+        cdef int32_t layer
+        for layer in range(self.layout.num_layers):
+            self._refresh_layer(layer)
+
+    # One step
+
+    def route(self, RequestState request, int32_t layer, uintptr_t ids, int itemsize, Py_ssize_t tokens, int k,
+              Py_ssize_t row_stride, Py_ssize_t column_stride, bint decode, uintptr_t token_mask=0, int64_t padding_id=-1):
+        """Count a step, judge it against the cache as it stands, and plan what to move.
+
+        Parameters
+        ----------
+        request : RequestState
+        layer : int
+        ids : int
+            Address of the router's choice, ``[tokens, k]``; -1 and `padding_id` stand for no expert.
+        itemsize : int
+            Bytes of an id: 8, 4, 2, 1 signed; -1 for uint8.
+        row_stride, column_stride : int
+            In elements.
+        decode : bool
+            Count as decode rather than prompt.
+        token_mask : int
+            Address of a bool per token, or 0: False for rows that are computed but not counted.
+
+        Returns
+        -------
+        Step or None
+            None when another core has taken this one's place; while this one is frozen, or its slot table is worn, unless
+            this thread has a step open.
+
+        Raises
+        ------
+        RoutingError
+            The layer or an id is out of range, or another thread is routing this request. Nothing has changed.
+        ClosedError
+            The core is closed, or the request has ended.
+        MemoryError
+            What was pinned is unpinned; the next step of the layer asks again for what was not moved.
+        """
+        cdef Step step
+        cdef int64_t begun = moe_now_ns()
+        if self.closed:
+            raise ClosedError("this cache is closed; make a new one")
+        if self.successor is not None or ((self.frozen or self.slots.worn) and not self.open_steps.here()):
+            return None
+        if not 0 <= layer < self.layout.num_layers:
+            raise RoutingError(
+                f"layer {layer} is out of range: this cache has MoE layers 0..{self.layout.num_layers - 1}")
+        if request.busy:
+            raise RoutingError(f"layer {layer}: another thread is routing this request; give each thread a request of its own")
+        step = Step(layer, tokens, k, decode, self.layout.experts[layer])
+        self.open_steps.routing += 1
+        request.busy = True
+        try:
+            step.read(<const char *> ids, itemsize, row_stride, column_stride, <const uint8_t *> token_mask, padding_id,
+                      self.store.gil)
+            self._decide(request, step)
+        finally:
+            request.busy = False
+            self.open_steps.routing -= 1
+            if self.frozen:
+                self.open_steps.notify()
+            if request.ending:
+                self._end_late(request)
+        step.plan.export()
+        self.deciding_ns += moe_now_ns() - begun
+        return step
+
+    cdef int _end_late(self, RequestState request) except -1:
+        cdef bint keep = request.ending == 2
+        request.ending = 0
+        self.end_request(request, keep)
+        raise ClosedError("this request was closed while another thread was routing it")
+
+    cdef int _decide(self, RequestState request, Step step) except -1:
+        request.count(step)   # may let others in; from here on nobody comes between
+        self.open_steps.begin_decision()
+        try:
+            self.observe(request, step)
+            self.open_steps.open(step, request, request.account)
+            if step.unique:
+                self.admit(step, request)
+                self.serve(step)
+                if step.decode:
+                    self.prefetcher.plan(request, step)
+            request.record(step)
+        finally:
+            self.open_steps.end_decision()
+        return 0
+
+    cdef int observe(self, RequestState request, Step step) except -1:
+        """What a step shows, whatever the slots hold."""
+        self.evictor.current = request
+        request.observe(step)
+        self.estimates.observe(step)
+        self.slots.steps += 1
+        self.at_layer = step.layer
+        if step.layer == 0:
+            self.routed_tokens += step.counted_tokens
+        request.predict(step.layer, self.estimates.prior, step.k)
+        self._refresh_layer(step.layer)
+        return 0
+
+    cdef int admit(self, Step step, RequestState request) except -1:
+        """Classify every expert against the cache as it stood, and pin those already there so that none can be a victim
+        of its own step."""
+        cdef int i
+        for i in range(step.unique):
+            step.state[i] = DEFERRED
+        step.deferred = step.unique
+        step.hits = self._join(step)
+        step.missing = step.unique - step.hits
+        self.prefetcher.settle(request.account.number, step)
+        self.slots.ledger.needed(step.missing)
+        self.demands += step.unique
+        self.hits += step.hits
+        self.misses += step.missing
+        self.demands_of[step.layer] += step.unique
+        self.hits_of[step.layer] += step.hits
+        request.account.demands += step.unique
+        request.account.hits += step.hits
+        return 0
+
+    cdef int _join(self, Step step) except -1:
+        # Pin those of the step's experts without a slot that have one in the table, be it that another request brought them
+        # since. Returns how many of them are complete.
+        cdef SlotTable slots = self.slots
+        cdef int i, complete = 0
+        cdef int32_t gid, slot
+        cdef bint there
+        for i in range(step.unique):
+            gid = self.layout.offset[step.layer] + step.experts[i]
+            slot = slots.slot_of[gid]
+            if step.state[i] != DEFERRED or slot < 0:
+                continue
+            if slots.has_failed(slot):
+                slots.discard(slot)
+                continue
+            there = slots.is_complete(slot)
+            if not there:
+                step.plan.fetch(gid, slot, slots.generation[slot])
+            step.pin(i, slot, slots.generation[slot])
+            slots.pins[slot] += 1
+            complete += there
+            slots.use_speculative(slot, there)
+        return complete
+
+    cdef int serve(self, Step step) except -1:
+        """Give a slot to every missing expert, or, in a step too large for the pool, to as many as there are slots."""
+        cdef int32_t n, j
+        cdef int i
+        if step.deferred == 0:
+            return 0
+        n = self.evictor.claim(self.slots.group_of[step.layer], step.deferred, step.layer)
+        for j in range(n):
+            i = step.next_deferred(n < step.deferred + j)
+            self._give(step, i, self.evictor.found.slots[j])
+        if step.deferred:
+            self.waves += 1
+            step.choose_scratch()
+        return 0
+
+    cdef int _give(self, Step step, int i, int32_t slot) except -1:
+        cdef int32_t gid = self.layout.offset[step.layer] + step.experts[i]
+        self.evictor.assign(slot, gid, step.plan)
+        self.slots.pins[slot] = 1
+        step.pin(i, slot, self.slots.generation[slot])
+        return step.plan.fetch(gid, slot, self.slots.generation[slot])
+
+    def next_ready(self, Step step):
+        """Position of an expert whose bytes are there and that was not handed out yet, or -1."""
+        cdef int i
+        for i in range(step.first_open, step.unique):
+            if step.state[i] != WAITING or not step.due(i):
+                continue
+            if moe_load_acquire(&self.slots.completed[step.slot[i]]) == step.generation[i]:
+                step.state[i] = TAKEN
+                if step.handed_out_ns == 0:
+                    step.handed_out_ns = moe_now_ns()
+                return i
+        return -1
+
+    def put_back(self, Step step, int kept):
+        """Experts that were handed out and, as an exception came between, never arrived are to be handed out again; but
+        `kept`."""
+        cdef int i
+        for i in range(step.unique):
+            if step.state[i] == TAKEN and i != kept:
+                step.state[i] = WAITING
+
+    def finish(self, Step step, int i):
+        """The expert at position `i` has been computed. True when `step.plan` has new fetches for a later wave.
+
+        Raises
+        ------
+        LeaseError
+            It was not handed out, or is done already.
+        """
+        cdef int j
+        if not 0 <= i < step.unique or step.state[i] != TAKEN:
+            raise LeaseError(f"position {i} of this step was not handed out, or is done already")
+        step.state[i] = DONE
+        step.done += 1
+        while step.first_open < step.unique and step.state[step.first_open] == DONE:
+            step.first_open += 1
+        if not step.deferred or not step.scratch[i]:
+            return False
+        self.open_steps.begin_decision()
+        try:
+            step.plan.clear()
+            self._join(step)
+            if step.deferred and self.slots.pins[step.slot[i]] == 1:   # no other lease reads the slot
+                j = step.next_deferred(not step.in_order)
+                self._give(step, j, step.slot[i])
+                step.scratch[j] = 1
+            step.plan.export()
+        finally:
+            self.open_steps.end_decision()
+        return not step.plan.empty
+
+    def retry(self, Step step):
+        """Look again for slots for experts without one. True when some got one; what to fetch for them is in `step.plan`.
+
+        Called when nothing of the step is under way. The slots of what it has computed are unpinned first: a lease that waits
+        for others while they wait for it would never end.
+
+        Raises
+        ------
+        LeaseError
+            The step has ended.
+        """
+        cdef int32_t n, j
+        cdef int i, before = step.deferred
+        if not step.deferred:
+            return False
+        if not step.open:
+            raise LeaseError(f"layer {step.layer}: this lease has ended")
+        if step.request is not None:
+            self.evictor.current = <RequestState> step.request   # another thread may have routed the last step
+        self.open_steps.begin_decision()
+        try:
+            step.plan.clear()
+            if step.unpin_done(self.slots):
+                self.open_steps.notify()
+            self._join(step)
+            n = self.evictor.claim(self.slots.group_of[step.layer], min(step.deferred, max(2, step.k)), step.layer)
+            for j in range(n):
+                i = step.next_deferred(not step.in_order)
+                self._give(step, i, self.evictor.found.slots[j])
+                step.scratch[i] = 1
+            step.plan.export()
+        finally:
+            self.open_steps.end_decision()
+        return step.deferred < before
+
+    def release(self, Step step):
+        """Unpin the step's slots. Harmless when called twice."""
+        self.open_steps.close(step)
+
+    def waited(self, Step step not None, double seconds, bint for_slot):
+        """Count time that a lease has waited, for bytes or for a slot."""
+        cdef int64_t ns = <int64_t> (seconds * 1e9)
+        if step.handed_out_ns:
+            step.waited_ns += ns
+        if for_slot:
+            self.slot_wait_ns += ns
+            step.account.slot_wait_ns += ns
+        else:
+            self.stall_ns += ns
+            step.account.stall_ns += ns
+
+    # Handing over to another core
+
+    def freeze(self):
+        """From here on `route` begins a step only in threads that have one open."""
+        self.frozen = True
+
+    def thaw(self):
+        """Undo `freeze`."""
+        self.frozen = False
+        self.open_steps.notify()
+
+    def close(self):
+        """End all requests and their steps; nothing begins any more."""
+        for request in list(self.requests):
+            self.end_request(request)
+        self.closed = True
+        self.open_steps.close_all(None)
+        self.open_steps.notify()
+
+    def retained(self, int32_t group, int32_t count):
+        """int32 array: the slots of up to `count` complete, unpinned experts of a shape group, the most wanted first."""
+        return self.evictor.retained(group, count, self.at_layer)
+
+    def adopt(self, int32_t slot, int32_t gid):
+        """Enter an expert whose bytes were put into a vacant slot by other means (after a resize).
+
+        Raises
+        ------
+        LeaseError
+            The slot is not vacant, or the expert has another.
+        """
+        self.evictor.place(slot, gid)
+
+    def inherit(self, Core old not None, successor=None):
+        """Take over another core's requests, recency, frequencies and counters; `successor` stands for this core.
+
+        One call, so that no thread sees half of it: from its end on the old core begins nothing, `route`, `begin_request`
+        and `end_request` say so, and `old.successor` leads here.
+
+        Raises
+        ------
+        ClosedError
+            The old core was closed meanwhile.
+        LeaseError
+            A step of the old core is open.
+        """
+        if old.closed:
+            raise ClosedError("this cache is closed; make a new one")
+        if old.open_steps.count():
+            raise LeaseError("a step of the core to be replaced is open")
+        self.requests, self.request_number, self.at_layer = old.requests, old.request_number, old.at_layer
+        self.layer_demands[:], self.layer_hits[:] = old.layer_demands, old.layer_hits
+        self.demands, self.hits, self.misses = old.demands, old.hits, old.misses
+        self.waves, self.finished, self.routed_tokens = old.waves, old.finished, old.routed_tokens
+        self.deciding_ns, self.requests_ns, self.open_steps.computing_ns = (
+            old.deciding_ns, old.requests_ns, old.open_steps.computing_ns)
+        self.stall_ns, self.slot_wait_ns = old.stall_ns, old.slot_wait_ns
+        self.estimates.inherit(old.estimates)
+        self.slots.inherit(old.slots)
+        self.prefetcher.inherit(old.prefetcher)
+        self.estimates.refresh_prior()
+        self._refresh_all()
+        if successor is not None:
+            old.successor, old.requests, old.evictor.current = successor, [], None
+            old.open_steps.notify()
+
+    cdef void share_estimates(self, Core leader) noexcept:
+        """Read a leader's estimates from here on: cores of a replay that differ only in slots make one observation serve all."""
+        self.estimates = self.evictor.estimates = leader.estimates
+
+    # Counters
+
+    def counters(self):
+        """dict of int: monotonic since the start or the last `reset_counters`."""
+        cdef int64_t requests_ns = self.requests_ns
+        cdef RequestState request
+        for request in self.requests:
+            requests_ns += request.account.last_ns - request.account.begun_ns
+        return {"demands": self.demands, "hits": self.hits, "misses": self.misses, "evictions": self.slots.evictions,
+                "waves": self.waves, "steps": self.slots.steps, "tokens": self.routed_tokens, "requests": self.finished,
+                "deciding_ns": self.deciding_ns, "computing_ns": self.open_steps.computing_ns, "stall_ns": self.stall_ns,
+                "slot_wait_ns": self.slot_wait_ns, "requests_ns": requests_ns,
+                **self.slots.ledger.counters()}
+
+    def reset_counters(self):
+        """Count from zero again."""
+        cdef RequestState request
+        cdef int64_t now = moe_now_ns()
+        for request in self.requests:
+            request.account.begun_ns = request.account.last_ns = now
+        self.demands = self.hits = self.misses = self.waves = self.finished = self.routed_tokens = 0
+        self.deciding_ns = self.stall_ns = self.slot_wait_ns = self.requests_ns = 0
+        self.open_steps.computing_ns = 0
+        self.layer_demands[:] = 0
+        self.layer_hits[:] = 0
+        self.slots.reset_counters()
