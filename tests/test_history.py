@@ -27,8 +27,6 @@ from moecache.history_file import LEARNED, VERSION
 MODEL = Fingerprint((4, 3, 5), 2, "abc")
 
 
-
-
 def filled(
     requests: int, fingerprint: Fingerprint = MODEL, capacity: int = 10, seed: int = 0, largest: int = 300
 ) -> History:

@@ -110,7 +110,9 @@ def test_requests_that_run_while_others_enter_the_history(release: int) -> None:
         assert request.match.matches(5)[0].tolist() == reference.ranked(counts)[:5]
     # What followed what, over all threads: each step but the first of a request follows the one of the layer before.
     assert store.transitions.origins.sum() > 0
-    assert (store.transitions.counts.reshape(LAYERS * EXPERTS, EXPERTS).sum(1) == TOP_K * store.transitions.origins).all()
+    assert (
+        store.transitions.counts.reshape(LAYERS * EXPERTS, EXPERTS).sum(1) == TOP_K * store.transitions.origins
+    ).all()
 
 
 def test_a_long_prompt_in_one_thread_and_steps_in_others() -> None:

@@ -14,7 +14,7 @@ from moecache.errors import ClosedError, LeaseError, RoutingError, refuse_copy
 
 from moecache._decide.arrays cimport address_of
 from moecache._decide.estimates cimport Estimates
-from moecache._decide.evict cimport EXPECTED_NEXT_USE, MOE_INFINITY, Evictor
+from moecache._decide.evict cimport EXPECTED_NEXT_USE, Evictor
 from moecache._decide.history cimport HistoryStore
 from moecache._decide.prefetch cimport Prefetcher
 from moecache._decide.request cimport Hints, RequestState

@@ -94,9 +94,9 @@ cdef class Step:
     cdef void choose_scratch(self) noexcept nogil:
         # Later waves pass through a few slots only, those of the least busy newcomers, so that the first wave keeps the
         # rest.
-        cdef int i, n, best, wanted, assigned = self.unique - self.deferred
+        cdef int i, _, best, wanted, assigned = self.unique - self.deferred
         wanted = min(assigned, max(2, min(self.k, assigned // 2)))
-        for n in range(wanted):
+        for _ in range(wanted):
             best = -1
             for i in range(self.unique):
                 if self.state[i] == DEFERRED or self.scratch[i]:
