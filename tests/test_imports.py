@@ -108,7 +108,10 @@ def test_no_function_is_long() -> None:
 
 @pytest.mark.failure("G24")
 def test_every_module_imports_where_every_warning_is_an_error() -> None:
-    wanted = ["/".join(("moecache", *name.split("/"))).replace("/", ".").removesuffix(".__init__") for name in NAMES]
+    importable = [name for name, path in NAMES.items() if path.suffix != ".pxd"]
+    wanted = [
+        "/".join(("moecache", *name.split("/"))).replace("/", ".").removesuffix(".__init__") for name in importable
+    ]
     found = subprocess.run(
         [sys.executable, "-bb", "-X", "dev", "-W", "error", "-c", _IMPORT_ALL, *wanted],
         capture_output=True,
