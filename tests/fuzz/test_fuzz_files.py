@@ -23,7 +23,7 @@ from safetensors import safe_open
 from moecache import Fingerprint, Forecaster, History
 from moecache.errors import HistoryFormatError, MoeCacheError, TraceFormatError
 from moecache.forecaster import HORIZONS
-from moecache.lab import Counts, Trace, read_trace, replay
+from moecache.lab import Counts, Trace, read_trace, replay, write_trace
 
 SECONDS = float(os.environ.get("MOECACHE_FUZZ_SECONDS", 0))
 EXAMPLES = 60
@@ -243,7 +243,7 @@ class TestChangedFiles:
     @pytest.mark.parametrize("ending", [".safetensors", ".jsonl", ".csv", ".tsv.gz"])
     def test_trace(self, ending: str, tmp_path: Path) -> None:
         path = tmp_path / f"a{ending}"
-        traced().save(path)
+        write_trace(traced(), path)
         fuzz(path.name, path.read_bytes(), read_any_trace, tmp_path)
 
     def test_archive(self, tmp_path: Path) -> None:
