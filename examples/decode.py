@@ -1,6 +1,6 @@
 """Write text with a mixture-of-experts model whose experts stay on disk, and show what that cost.
 
-    python examples/decode.py                                # the tiny model, prompts of several kinds
+    python examples/decode.py                                # the tiny model, prompts of several sorts
     python examples/decode.py MODEL --prompt "..." --check   # fails unless tokens and logits are the resident model's
     python examples/decode.py --prompt "a" --prompt "b" --compare   # a batch, beside resident, LRU and accelerate
     python examples/decode.py --fit                          # before and after a forecaster was fitted to other prompts' routing
@@ -160,6 +160,23 @@ def load_resident(args: argparse.Namespace) -> Any:
     return AutoModelForCausalLM.from_pretrained(args.model, local_files_only=True)
 
 
+def align_experts(model: Any) -> Any:
+    """The model with every expert in memory that begins at a multiple of 64 bytes, as a cache's slots do.
+
+    Float32 products of one row depend, on some processors, on where the weights lie, and a file is mapped anywhere: without
+    this, equal experts could differ in their last bits.
+    """
+    for module in (module for name, module in model.named_modules() if name.endswith(".experts")):
+        for param in module.parameters():
+            stacked = param.dim() > 1 and param.shape[0] == getattr(module, "num_experts", None)
+            rows = param.data.unsqueeze(0) if not stacked else param.data
+            width = rows[0].numel()
+            storage = torch.empty((len(rows), -(-width // 64) * 64), dtype=param.dtype, device=param.device)
+            aligned = storage[:, :width].unflatten(1, rows.shape[1:]).copy_(rows)
+            param.data = aligned if stacked else aligned[0]
+    return model
+
+
 def load_accelerate(args: argparse.Namespace, folder: str) -> Any:
     """The experts of every layer on disk, all else in memory, as ``device_map`` does it."""
     with torch.device("meta"):
@@ -205,7 +222,7 @@ def run_cached(
 
 
 def record(args: argparse.Namespace, tokenizer: Any, prompts: list[str], path: Path) -> None:
-    """Let the model answer each prompt, one by one, and keep what was routed."""
+    """Let the model complete each prompt, one by one, and keep what was routed."""
     model = load_cached(args, args.policy, None)
     with model.moecache.record(path, model=args.model.name) as recorder:
         for number, prompt in enumerate(prompts, 1):
@@ -218,7 +235,7 @@ def record(args: argparse.Namespace, tokenizer: Any, prompts: list[str], path: P
 def before_and_after(
     args: argparse.Namespace, tokenizer: Any, batches: dict[str, list[str]]
 ) -> tuple[list[dict[str, Any]], Written]:
-    """Decode; record other prompts and fit; decode again, with what the requests alone tell and with the forecaster."""
+    """Decode; record other prompts and fit; decode again, with the history of the requests alone and with the forecaster."""
     asked = {prompt for batch in batches.values() for prompt in batch}
     others = [
         prompt
@@ -402,7 +419,9 @@ def run(argv: list[str]) -> int:
         rows = [facts]
     facts = rows[-1]
     if args.check:
-        facts["identical"] = identical(ours, write(load_resident(args), tokenizer, batches, args, quiet=True))
+        facts["identical"] = identical(
+            ours, write(align_experts(load_resident(args)), tokenizer, batches, args, quiet=True)
+        )
     print("\n" + table([*rows, *(compare(argv) if args.compare else [])]))
     if args.json:
         args.json.write_text(json.dumps({key: facts[key] for key in JSON_KEYS}, indent=2) + "\n", encoding="utf-8")
@@ -419,7 +438,7 @@ def run(argv: list[str]) -> int:
 
 def main() -> int:
     for stream in (sys.stdout, sys.stderr):
-        # A terminal without a sign of the answer shows its number.
+        # A terminal without a sign of the completion shows its number.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
