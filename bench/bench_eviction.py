@@ -1,4 +1,4 @@
-"""Whom to give up, and what a finished request costs: ranking by slots, beside NumPy on ready scores; history insert.
+"""Whom to evict, and what a finished request costs: ranking by slots, beside NumPy on ready scores; history insert.
 
     make bench
 
@@ -67,7 +67,7 @@ def test_victims(benchmark, core: Core, how: str, wanted: int) -> None:
         sorted(scores()[best(scores())]), rel=1e-5
     )
     layers = cycle(range(LAYERS))
-    benchmark.group = f"{wanted} of {core.slots.num_slots} slots to give up"
+    benchmark.group = f"{wanted} of {core.slots.num_slots} slots to evict"
     benchmark(ways[how])
 
 

@@ -1,9 +1,9 @@
-"""What letting go of the GIL costs and brings: a step beside a busy Python thread, and two requests in two threads.
+"""What releasing the GIL costs and brings: a step beside a busy Python thread, and two requests in two threads.
 
     python bench/bench_gil.py
 
-A loop that lets go of the GIL has to take it back: at once where nobody wants it, after up to the interpreter's switch
-interval (5 ms) behind a thread that computes in Python. So the core lets go only of long work, and not while taking the
+A loop that releases the GIL has to take it back: at once where nobody wants it, after up to the interpreter's switch
+interval (5 ms) behind a thread that computes in Python. So the core releases it only for long work, and not while taking the
 GIL back has just lasted longer than the work (`HistoryStore.release`). Printed for never, where it pays (the default) and
 always.
 """

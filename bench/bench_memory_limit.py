@@ -71,7 +71,7 @@ class Cgroup:
         return int(file.read_text()) if file.exists() else None
 
     def close(self) -> None:
-        # The kernel may take a moment to let go of the last process.
+        # The kernel may take a moment to free what the last process had.
         for _ in range(50):
             try:
                 return self.path.rmdir()

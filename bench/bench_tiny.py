@@ -2,7 +2,7 @@
 
     python bench/bench_tiny.py [--rate 50e6 100e6] [--capacity 0.25] [--rounds 3] [--json FILE]
 
-The model answers the prompts of ``examples/tiny_moe/prompts.json`` in plain torch (``examples/handwritten.py``), greedily. Two
+The model completes the prompts of ``examples/tiny_moe/prompts.json`` in plain torch (``examples/handwritten.py``), greedily. Two
 prompts of each kind are recorded and fitted to; the first is decoded by every rule, in turn, `rounds` times. The prompts' own passes
 are not timed. Every rule has the same history; all write the same tokens, which is checked.
 """
@@ -40,7 +40,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def learn(prompts: list[str], tokens: int) -> FitResult:
-    """Record the answers to some prompts and fit to them."""
+    """Record the completions of some prompts and fit to them."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "routing.safetensors"
         model = TinyMoE(TINY, capacity=0.5)
@@ -54,7 +54,7 @@ def learn(prompts: list[str], tokens: int) -> FitResult:
 def decode(
     rule: str, prompts: list[str], tokens: int, capacity: float, rate: float, history: Path
 ) -> tuple[dict[str, float], list[int]]:
-    """Answer the prompts by one rule; facts of the answers' steps, and the answers."""
+    """Complete the prompts by one rule; facts of the completions' steps, and the completions."""
     link = ThrottledLink(FileLink(), rate, LATENCY_S)
     known = History.load(history)
     model = TinyMoE(
@@ -92,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, nargs="+", default=[50e6, 100e6], help="bytes a second")
     parser.add_argument("--capacity", type=float, default=0.25, help="fraction of the experts kept")
-    parser.add_argument("--tokens", type=int, default=100, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=100, help="of each completion")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -108,13 +108,13 @@ def main() -> None:
         result.history.save(history)
         for rate in arguments.rate:
             found: dict[str, list[dict[str, float]]] = {rule: [] for rule in RULES}
-            answers = set()
+            completions = set()
             for _ in range(arguments.rounds):
                 for rule in RULES:
                     facts, written = decode(rule, asked, arguments.tokens, arguments.capacity, rate, history)
                     found[rule].append(facts)
-                    answers.add(tuple(written))
-            if len(answers) != 1:
+                    completions.add(tuple(written))
+            if len(completions) != 1:
                 sys.exit("the rules did not write the same tokens")
             print(
                 f"\n{rate / 1e6:g} MB/s, {arguments.capacity:.0%} of the experts, medians of {arguments.rounds} rounds"

@@ -49,10 +49,10 @@ class ExpertBank:
     num_experts : tuple of int
         Experts of each MoE layer; layers may differ.
     layer_names : tuple of str
-    kinds : tuple of dict of str to ParamSpec
-        The distinct sets of expert parameters; layers with equal ones share a kind.
-    layer_kind : tuple of int
-        Each layer's place in ``kinds``.
+    shape_groups : tuple of dict of str to ParamSpec
+        The distinct sets of expert parameters; layers with equal ones are a shape group.
+    layer_group : tuple of int
+        Each layer's place in ``shape_groups``.
     location : {"ram", "disk"}
     copied_bytes : int
         Bytes that had to be copied once because a tensor was not contiguous or not in host memory.
@@ -71,8 +71,10 @@ class ExpertBank:
     ) -> None:
         self.layer_names = tuple(names)
         self.num_experts = tuple(len(next(iter(layer.values()))[0].file) for layer in pieces)
-        self.kinds, self.layer_kind = _kinds(specs)
-        self._expert_nbytes = [sum(spec.nbytes for spec in self.kinds[kind].values()) for kind in self.layer_kind]
+        self.shape_groups, self.layer_group = _shape_groups(specs)
+        self._expert_nbytes = [
+            sum(spec.nbytes for spec in self.shape_groups[group].values()) for group in self.layer_group
+        ]
         self._nbytes: int = sum(map(operator.mul, self.num_experts, self._expert_nbytes))
         self.location = location
         self.copied_bytes = copied_bytes
@@ -209,7 +211,7 @@ class ExpertBank:
 
         Parameters
         ----------
-        region_of : mapping of (kind, parameter name) to int
+        region_of : mapping of (shape group, parameter name) to int
             The region number of each pool tensor.
 
         Raises
@@ -226,7 +228,7 @@ class ExpertBank:
             for param, runs in params.items():
                 position = 0
                 for piece in runs:
-                    columns.append((piece, region_of[self.layer_kind[layer], param], position))
+                    columns.append((piece, region_of[self.layer_group[layer], param], position))
                     position += piece.nbytes
             file.append(np.stack([piece.file for piece, _, _ in columns], axis=1).ravel())
             source.append(np.stack([piece.source for piece, _, _ in columns], axis=1).ravel())
@@ -283,7 +285,7 @@ class ExpertBank:
             raise RoutingError(f"no expert {index} in layer {layer}: expected 0 to {self.num_experts[layer] - 1}")
         tensors = {}
         with self._files() as files:
-            for param, spec in self.kinds[self.layer_kind[layer]].items():
+            for param, spec in self.shape_groups[self.layer_group[layer]].items():
                 tensors[param] = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
                 self._read(files, self._pieces[layer][param], index, tensors[param].data_ptr())
         return tensors
@@ -302,7 +304,7 @@ class ExpertBank:
             return self._stacked(files, layer)
 
     def close(self) -> None:
-        """Let go of tensors and files, as soon as the caches that read them are closed too; a second call does nothing."""
+        """Give tensors and files back, as soon as the caches that read them are closed too; a second call does nothing."""
         self._closed = True
         self._tensors = ()
 
@@ -314,7 +316,7 @@ class ExpertBank:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
@@ -371,7 +373,7 @@ class ExpertBank:
 
     def _stacked(self, files: TensorFiles | None, layer: int) -> dict[str, torch.Tensor]:
         tensors = {}
-        for param, spec in self.kinds[self.layer_kind[layer]].items():
+        for param, spec in self.shape_groups[self.layer_group[layer]].items():
             stacked = torch.empty((self.num_experts[layer], *spec.shape), dtype=spec.dtype, device="cpu")
             for index in range(self.num_experts[layer]):
                 self._read(files, self._pieces[layer][param], index, stacked.data_ptr() + index * spec.nbytes)
@@ -415,14 +417,14 @@ class _Names:
         return f"layer {layer}, expert {gid - self._first[layer]} of {self._layer_names[layer]}"
 
 
-def _kinds(
+def _shape_groups(
     specs: Sequence[Mapping[str, ParamSpec]],
 ) -> tuple[tuple[dict[str, ParamSpec], ...], tuple[int, ...]]:
-    kinds: list[dict[str, ParamSpec]] = []
-    layer_kind = []
+    groups: list[dict[str, ParamSpec]] = []
+    layer_group = []
     for layer in specs:
         spec = dict(layer)
-        if spec not in kinds:
-            kinds.append(spec)
-        layer_kind.append(kinds.index(spec))
-    return tuple(kinds), tuple(layer_kind)
+        if spec not in groups:
+            groups.append(spec)
+        layer_group.append(groups.index(spec))
+    return tuple(groups), tuple(layer_group)

@@ -49,7 +49,7 @@ def _dot_products(queries: np.ndarray, columns: np.ndarray, out: np.ndarray) -> 
 
 @functools.cache
 def _compiled(parallel: bool) -> Callable[..., Any]:
-    # The file cache does not tell the two apart.
+    # The file cache does not distinguish the two.
     return numba.njit(parallel=True)(_dot_products) if parallel else compiled()(_dot_products)
 
 

@@ -123,7 +123,7 @@ class ExpertCache:
             options=options,
         )
         try:
-            runtime = Runtime(setup, Pool(bank.kinds, slots, self.device))
+            runtime = Runtime(setup, Pool(bank.shape_groups, slots, self.device))
         except BaseException:
             self._files.abandon()
             raise
@@ -132,9 +132,9 @@ class ExpertCache:
         self._files.watch(self)
 
     def _slots_for(self, capacity: int | float | str, runtime: Runtime | None = None) -> tuple[int, ...]:
-        per_kind = [0] * len(self.bank.kinds)
-        for layer, kind in enumerate(self.bank.layer_kind):
-            per_kind[kind] += self.num_experts[layer]
+        per_group = [0] * len(self.bank.shape_groups)
+        for layer, group in enumerate(self.bank.layer_group):
+            per_group[group] += self.num_experts[layer]
         reserve, held = self._reserve, 0 if runtime is None else runtime.pool.nbytes
         if isinstance(capacity, str) and capacity == "auto" and self.device.type == "cpu":
             # A bank that lies in the same memory, mapped from files say, takes its pages as they are first copied.
@@ -144,7 +144,9 @@ class ExpertCache:
             reserve += untouched_nbytes(
                 zip(sources.segment_source[host].tolist(), sources.segment_nbytes[host].tolist(), strict=True)
             )
-        return slots_for(capacity, self.bank.kinds, per_kind, self.device, self.top_k, reserve=reserve, held=held)
+        return slots_for(
+            capacity, self.bank.shape_groups, per_group, self.device, self.top_k, reserve=reserve, held=held
+        )
 
     @property
     def closed(self) -> bool:
@@ -291,13 +293,13 @@ class ExpertCache:
         """Change the number of slots; the experts most wanted stay.
 
         May be called at any time, from any thread: steps under way are waited for, and new ones wait until it is over.
-        Shrinking needs no second pool on a CPU, and beside the old one room for the largest parameter's new slots on
+        Shrinking needs no second pool on a CPU, and beside the old one memory for the largest parameter's new slots on
         another device; for the length of a growth both pools exist. The same size changes nothing.
 
         Raises
         ------
         CapacityError
-            A capacity that cannot work, or the device has no room; the cache is as it was.
+            A capacity that cannot work, or the device has not enough memory; the cache is as it was.
         LeaseError
             This thread has a lease open or is resizing already, or other threads' leases did not end before the timeout;
             the cache is as it was.
@@ -343,7 +345,7 @@ class ExpertCache:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 

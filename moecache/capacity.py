@@ -15,7 +15,7 @@ from .errors import CapacityError
 from .memory import Bound, bounds
 from .pool import slot_nbytes
 
-__all__ = ["Room", "nbytes_of", "room_for", "slots_for"]
+__all__ = ["FreeMemory", "free_memory", "nbytes_of", "slots_for"]
 
 logger = logging.getLogger("moecache")
 
@@ -36,27 +36,27 @@ _HEADROOM = 1 / 32
 
 def slots_for(
     capacity: int | float | str,
-    kinds: Sequence[Mapping[str, ParamSpec]],
-    experts_of_kind: Sequence[int],
+    shape_groups: Sequence[Mapping[str, ParamSpec]],
+    experts_of_group: Sequence[int],
     device: torch.device,
     top_k: int | None,
     *,
     reserve: int = 0,
     held: int = 0,
 ) -> tuple[int, ...]:
-    """Slots of each kind for a capacity as users write it.
+    """Slots of each shape group for a capacity as users write it.
 
     Parameters
     ----------
     capacity : int, float or str
-        A number of experts; a fraction in (0, 1] of all experts; bytes as "8GiB", "512MB"; or "auto", what :func:`room_for`
+        A number of experts; a fraction in (0, 1] of all experts; bytes as "8GiB", "512MB"; or "auto", what :func:`free_memory`
         finds.
-    kinds, experts_of_kind
-        Specs and number of experts of each kind. They share the capacity in proportion.
+    shape_groups, experts_of_group
+        Specs and number of experts of each shape group. They share the capacity in proportion.
     top_k : int, optional
-        Experts of one token, which every kind must hold at once.
+        Experts of one token, which every shape group must hold at once.
     reserve, held : int
-        Bytes, for "auto": see :func:`room_for`.
+        Bytes, for "auto": see :func:`free_memory`.
 
     Raises
     ------
@@ -64,32 +64,32 @@ def slots_for(
     """
     if top_k is not None and top_k < 1:
         raise CapacityError(f"top_k {top_k} is no number of experts per token: expected at least 1, or None")
-    total = sum(experts_of_kind)
-    nbytes = sum(n * slot_nbytes(kind) for kind, n in zip(kinds, experts_of_kind, strict=True))
-    room = room_for(device, reserve, held) if isinstance(capacity, str) and capacity == "auto" else None
-    share = _share(capacity, total, nbytes) if room is None else min(1.0, room.nbytes / nbytes)
+    total = sum(experts_of_group)
+    nbytes = sum(n * slot_nbytes(group) for group, n in zip(shape_groups, experts_of_group, strict=True))
+    free = free_memory(device, reserve, held) if isinstance(capacity, str) and capacity == "auto" else None
+    share = _share(capacity, total, nbytes) if free is None else min(1.0, free.nbytes / nbytes)
     # Largest remainders first, so that a number of experts is met exactly.
-    exact = [share * n for n in experts_of_kind]
+    exact = [share * n for n in experts_of_group]
     slots = [int(x + 1e-9) for x in exact]
     if isinstance(capacity, (int, np.integer)):
-        for kind in sorted(range(len(slots)), key=lambda i: slots[i] - exact[i])[: int(capacity) - sum(slots)]:
-            slots[kind] += 1
+        for group in sorted(range(len(slots)), key=lambda i: slots[i] - exact[i])[: int(capacity) - sum(slots)]:
+            slots[group] += 1
     counted = isinstance(capacity, (int, np.integer))
-    cost = [1 if counted else slot_nbytes(kind) for kind in kinds]
-    least = [min(top_k or 1, n) for n in experts_of_kind]
+    cost = [1 if counted else slot_nbytes(group) for group in shape_groups]
+    least = [min(top_k or 1, n) for n in experts_of_group]
     if not _raise_to(least, slots, cost, share * (total if counted else nbytes)):
-        needed = sum(n * slot_nbytes(kind) for kind, n in zip(kinds, least, strict=True))
+        needed = sum(n * slot_nbytes(group) for group, n in zip(shape_groups, least, strict=True))
         raise CapacityError(
             f"capacity {capacity!r} is too small, one token needs {max(least)} at once: ask for at least {sum(least)} "
             f"experts or {needed:,} bytes (of {total}, {nbytes:,} bytes)"
-            + ("" if room is None else f". {room.account}")
+            + ("" if free is None else f". {free.account}")
         )
-    if room is not None:
-        logger.info("capacity 'auto' is %d of %d experts. %s", sum(slots), total, room.account)
+    if free is not None:
+        logger.info("capacity 'auto' is %d of %d experts. %s", sum(slots), total, free.account)
     return tuple(slots)
 
 
-class Room(NamedTuple):
+class FreeMemory(NamedTuple):
     """What "auto" may fill.
 
     Attributes
@@ -103,7 +103,7 @@ class Room(NamedTuple):
     account: str
 
 
-def room_for(device: torch.device, reserve: int = 0, held: int = 0) -> Room:
+def free_memory(device: torch.device, reserve: int = 0, held: int = 0) -> FreeMemory:
     """What experts may take of a device without anything else being pushed out.
 
     Of every limit that applies (the device, the machine, memory cgroups, RLIMIT_AS and RLIMIT_DATA) there goes what is in
@@ -116,7 +116,7 @@ def room_for(device: torch.device, reserve: int = 0, held: int = 0) -> Room:
     reserve : int
         Bytes that are still to come: a KV cache, activations, weights that have not been read yet.
     held : int
-        Bytes of slots that the new ones replace. More than that is offered only as far as both find room at once, as they
+        Bytes of slots that the new ones replace. More than that is offered only as far as both fit at once, as they
         must when a cache grows.
     """
 
@@ -125,7 +125,7 @@ def room_for(device: torch.device, reserve: int = 0, held: int = 0) -> Room:
         return max(beside, min(held, bound.comfortable + held - int(_HEADROOM * bound.limit) - reserve))
 
     bound = min(bounds(device), key=left)
-    return Room(
+    return FreeMemory(
         left(bound),
         f"{bound.name} limits memory to {bound.limit:,} bytes: {max(0, bound.used - held):,} are in use, {bound.mapped:,} "
         f"are mapped files, {int(_HEADROOM * bound.limit):,} headroom, {reserve:,} still to come, which leaves "
@@ -157,13 +157,13 @@ def _parsed(text: str) -> float | None:
 
 
 def _raise_to(least: Sequence[int], slots: list[int], cost: Sequence[int], budget: float) -> bool:
-    # A kind of few layers gets what a token needs at the expense of those with many; False when that cannot be.
+    # A group of few layers gets what a token needs at the expense of those with many; False when that cannot be.
     slots[:] = [max(n, m) for n, m in zip(slots, least, strict=True)]
     while sum(n * c for n, c in zip(slots, cost, strict=True)) > budget * (1 + 1e-9):
-        spare = [kind for kind, n in enumerate(slots) if n > least[kind]]
+        spare = [group for group, n in enumerate(slots) if n > least[group]]
         if not spare:
             return False
-        slots[max(spare, key=lambda kind: slots[kind] - least[kind])] -= 1
+        slots[max(spare, key=lambda group: slots[group] - least[group])] -= 1
     return True
 
 

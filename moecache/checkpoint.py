@@ -191,7 +191,7 @@ class TensorFiles:
     index : CheckpointIndex
     drop_cached : bool
         Give the pages that were read back to the system: after a whole checkpoint was read into memory, its second copy
-        in the page cache only takes room.
+        in the page cache only takes memory.
     """
 
     def __init__(self, index: CheckpointIndex, *, drop_cached: bool = False) -> None:
@@ -203,7 +203,7 @@ class TensorFiles:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         while self._descriptors:
             self._close_oldest()

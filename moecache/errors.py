@@ -113,7 +113,7 @@ class TraceFormatError(MoeCacheError, ValueError):
 
 
 def refuse_copy(of: object) -> NoReturn:
-    """For ``__reduce__``: what pickle, `copy` and processes are told of an object that belongs to this process alone.
+    """For ``__reduce__``: the error that pickle, `copy` and processes get for an object that belongs to this process alone.
 
     Raises
     ------

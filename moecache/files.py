@@ -146,7 +146,7 @@ class FileLock:
             fcntl.flock(file, fcntl.LOCK_UN)  # a forked child has a copy of the descriptor
 
     def disown(self) -> None:
-        """In a forked child: let go of the copy of the parent's descriptor, which would hold the lock on."""
+        """In a forked child: close the copy of the parent's descriptor, which would hold the lock on."""
         if self._file is not None:
             self._file.close()
             self._file = None

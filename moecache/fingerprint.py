@@ -21,8 +21,8 @@ class Fingerprint(NamedTuple):
 
     @classmethod
     def of(cls, bank: ExpertBank, top_k: int | None) -> Fingerprint:
-        kinds = [{name: list(spec.shape) for name, spec in sorted(kind.items())} for kind in bank.kinds]
-        text = json.dumps([list(bank.layer_names), list(bank.layer_kind), kinds])
+        groups = [{name: list(spec.shape) for name, spec in sorted(group.items())} for group in bank.shape_groups]
+        text = json.dumps([list(bank.layer_names), list(bank.layer_group), groups])
         return cls(tuple(bank.num_experts), top_k or 0, hashlib.sha256(text.encode()).hexdigest()[:16])
 
     def fits(self, other: Fingerprint) -> bool:

@@ -30,7 +30,7 @@ _LARGEST = 1e4  # of any weight: what fits float16 and still adds up in float32
 
 @dataclass(frozen=True, eq=False)
 class Forecaster:
-    """Weights of the linear state-space model that tells coming experts from routed ones.
+    """Weights of the linear state-space model that forecasts coming experts from routed ones.
 
     M experts of all layers lie one after another, layer by layer; S usage averages; rank r; H = 6 intervals; D layers ahead.
 

@@ -15,7 +15,7 @@ from .errors import ForecasterError, HistoryFormatError
 from .files import write_atomically
 from .fingerprint import Fingerprint
 from .forecaster import Forecaster
-from .history_file import FORECASTER, FORMAT, LEARNED, VERSION, check_room, read_history
+from .history_file import FORECASTER, FORMAT, LEARNED, VERSION, check_capacity, read_history
 from .tensorfile import shape_fault
 
 __all__ = ["History"]
@@ -74,7 +74,7 @@ class History:
         Parameters
         ----------
         prompt, decode : integer array [experts of all layers]
-            Tokens routed to each expert, layer by layer, in the prompt and in the answer.
+            Tokens routed to each expert, layer by layer, in the prompt and in the completion.
         tokens : int
             Tokens of both.
 
@@ -182,7 +182,7 @@ class History:
         tokens = sum((s.tokens for s in theirs), store.tokens)
         prompt = np.concatenate([store.prompt_counts[: store.size], *(s.prompt_counts[s.order()] for s in theirs)])
         decode = np.concatenate([store.decode_counts[: store.size], *(s.decode_counts[s.order()] for s in theirs)])
-        # Entries of this history stay where they are; the others take free places and those of entries given up.
+        # Entries of this history stay where they are; the others take free places and those of entries replaced.
         kept = self._representative(prompt, decode)
         places = [n for n in range(store.capacity) if n >= store.size or not kept[n]]
         arrivals = np.flatnonzero(kept[store.size :]) + store.size
@@ -234,7 +234,7 @@ class History:
         capacity : int, optional
             Requests kept from now on; by default as many as when it was saved.
         expected_capacity : int
-            So many are believed of any file; more only where they take less than 1 GiB, or than 64 times the file.
+            So many are accepted of any file; more only where they take less than 1 GiB, or than 64 times the file.
 
         Raises
         ------
@@ -248,7 +248,7 @@ class History:
         if fingerprint is not None and not found.fits(fingerprint):
             raise _another_model(f"{path}", fingerprint, found)
         if capacity is None and file.capacity > expected_capacity:
-            check_room(path, file.capacity, sum(found.num_experts))
+            check_capacity(path, file.capacity, sum(found.num_experts))
         try:
             forecaster = Forecaster.from_tensors(found, file.forecaster) if file.forecaster else None
             history = cls(fingerprint or found, file.capacity if capacity is None else capacity)
@@ -371,6 +371,6 @@ def _copy(array: np.ndarray) -> np.ndarray:
 
 
 def matched_counts(prompt: np.ndarray, decode: np.ndarray) -> np.ndarray:
-    """What a store compares: tokens of prompt and answer together, at most 65535 of an expert."""
+    """What a store compares: tokens of prompt and completion together, at most 65535 of an expert."""
     joined: np.ndarray = np.minimum(prompt.astype(np.int32) + decode, 65535)
     return joined

@@ -21,8 +21,8 @@ LEARNED = ("transitions", "origins", "successions", "followed")
 FORECASTER = "forecaster."
 """Before the names of its arrays."""
 
-# Room that a file may ask for, in bytes: so much anyway, or so many times its own size.
-_ROOM, _ROOM_PER_BYTE = 1 << 30, 64
+# Memory that a file may ask for, in bytes: so much anyway, or so many times its own size.
+_MOST_NBYTES, _MOST_PER_FILE_BYTE = 1 << 30, 64
 
 
 class HistoryFile(NamedTuple):
@@ -76,18 +76,18 @@ def read_history(path: Path) -> HistoryFile:
     return HistoryFile(num_experts, top_k, digest, tokens, capacity, tensors, forecaster)
 
 
-def check_room(path: Path, capacity: int, experts: int) -> None:
-    """Refuse a file that names far more room than it fills.
+def check_capacity(path: Path, capacity: int, experts: int) -> None:
+    """Refuse a file whose capacity is far beyond what it holds.
 
     Raises
     ------
     HistoryFormatError
     """
-    room, limit = 5 * capacity * experts, max(_ROOM, _ROOM_PER_BYTE * path.stat().st_size)
-    if room > limit:
+    needed, limit = 5 * capacity * experts, max(_MOST_NBYTES, _MOST_PER_FILE_BYTE * path.stat().st_size)
+    if needed > limit:
         raise HistoryFormatError(
-            f"{path}: room for {capacity:,} requests takes {room / 1e9:.1f} GB, and a file of this size is believed up to "
-            f"{limit / 1e9:.1f} GB; pass the capacity that you want when you load it"
+            f"{path}: a capacity of {capacity:,} requests takes {needed / 1e9:.1f} GB, and of a file of this size at most "
+            f"{limit / 1e9:.1f} GB are accepted; pass the capacity that you want when you load it"
         )
 
 

@@ -78,8 +78,8 @@ class Learner:
         self._sealed: list[Recorder] = []  # not parts of the log yet
         self._recording = True
         self._fit = _Fit()
-        self._gave_up = False
-        self._said: list[tuple[Any, ...]] = []  # of work during which nothing may be logged
+        self._log_ended = False
+        self._pending_logs: list[tuple[Any, ...]] = []  # of work during which nothing may be logged
         self._hold()
         try:
             self._parts = self._read_parts()
@@ -90,7 +90,7 @@ class Learner:
             self._held.close()
             raise
         finally:
-            self._say()
+            self._log_pending()
 
     def _hold(self) -> None:
         try:
@@ -140,11 +140,11 @@ class Learner:
         self._later(logging.WARNING, "damaged, set aside as %s, and learning goes on without it: %s", aside, error)
 
     def _later(self, level: int, message: str, *arguments: object) -> None:
-        self._said.append((level, message, *arguments))
+        self._pending_logs.append((level, message, *arguments))
 
-    def _say(self) -> None:
-        while self._said:
-            logger.log(*self._said.pop(0))
+    def _log_pending(self) -> None:
+        while self._pending_logs:
+            logger.log(*self._pending_logs.pop(0))
 
     def _take_earlier(self) -> int:
         # Up to which token an earlier run has fitted.
@@ -177,8 +177,8 @@ class Learner:
             if recorder is not None and recorder.tokens < LOG_TOKENS:
                 recorder.step(request, layer, ids, decode, token_mask)
         if error is not None:
-            self._give_up(error)
-            self._say()
+            self._end_log(error)
+            self._log_pending()
 
     def between_requests(self) -> None:
         """Take up the weights of a fit that has ended, and begin another if the log has grown enough."""
@@ -190,7 +190,7 @@ class Learner:
             self._seal()
         if running or due or self._sealed:
             self._apart.run(self._advance)
-            self._say()
+            self._log_pending()
 
     def close(self) -> None:
         """End the fit under way and keep what was recorded: the next run in this folder begins it again.
@@ -202,7 +202,7 @@ class Learner:
         self._recording = False
         self._seal(last=True)
         self._apart.run(self._end_all)
-        self._say()
+        self._log_pending()
 
     def disown(self) -> None:
         """In a forked child: the folder is the parent's."""
@@ -275,7 +275,7 @@ class Learner:
                     raise recorder.error
             except OSError as error:
                 recorder.discard()
-                self._give_up(error)
+                self._end_log(error)
             self._sealed.remove(recorder)
 
     def _append(self, written: Path, tokens: int, requests: int) -> None:
@@ -284,10 +284,10 @@ class Learner:
         # Other threads look at it meanwhile.
         self._parts = {**self._parts, path: (tokens, requests)}
 
-    def _give_up(self, error: OSError) -> None:
-        if not self._gave_up:
+    def _end_log(self, error: OSError) -> None:
+        if not self._log_ended:
             self._later(logging.WARNING, "learning ends, as its log cannot be written to %s: %s", self.folder, error)
-        self._gave_up, self._recording = True, False
+        self._log_ended, self._recording = True, False
 
     def _forget(self) -> None:
         while len(self._parts) > 1 and sum(tokens for tokens, _ in self._parts.values()) > LOG_TOKENS:

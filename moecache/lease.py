@@ -40,11 +40,11 @@ class Lease:
     def __init__(self, request: object, shared: CacheState, runtime: Runtime, step: Step) -> None:
         self._shared, self._runtime, self._core, self._step = shared, runtime, runtime.core, step
         self._request = request  # which lives as long as its leases
-        kind, tensors = runtime.setup.bank.layer_kind[step.layer], runtime.tensors
+        group, tensors = runtime.setup.bank.layer_group[step.layer], runtime.tensors
         if not tensors:
             raise ClosedError("this cache was closed while a step began")
-        self.weights: Mapping[str, torch.Tensor] = tensors[kind]
-        self._first_slot = runtime.first_slot[kind]
+        self.weights: Mapping[str, torch.Tensor] = tensors[group]
+        self._first_slot = runtime.first_slot[group]
         self._at = (0, 0)
         self._taken = -1
 
@@ -169,7 +169,7 @@ class Lease:
             while True:
                 seen = core.open_steps.event
                 self._check_open()
-                # Looked at before the slots are, lest the last holder lets go in between.
+                # Looked at before the slots are, lest the last of them ends in between.
                 others = core.open_steps.pinned_elsewhere(step)
                 if core.retry(step):
                     break
@@ -195,7 +195,7 @@ class Lease:
         )
 
     def release(self) -> None:
-        """Let go of the slots. A second call does nothing."""
+        """Give the slots back. A second call does nothing."""
         step = self._step
         if not step.open:
             return
@@ -209,7 +209,7 @@ class Lease:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
 

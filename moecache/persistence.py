@@ -82,10 +82,10 @@ class HistoryFile:
             clear_leftovers(self.path)  # not those of who is saving now
         self._saved = Snapshot.of(self.history)
         self._alone = True  # nothing in the file that is not in this history
-        self._said_unlocked = False
+        self._warned_unlocked = False
 
     def save(self) -> str | None:
-        """Add what is new to the file; returns what should be said about it. Not to be interrupted.
+        """Add what is new to the file; returns a warning about it, or None. Not to be interrupted.
 
         Raises
         ------
@@ -95,14 +95,14 @@ class HistoryFile:
             It cannot be written, or is locked by another process all the time.
         """
         now = Snapshot.of(self.history)
-        said = None
+        warning = None
         with FileLock(self.path) as lock:
-            if not lock.locked and not self._said_unlocked:
-                self._said_unlocked = True
-                said = f"the file system of {self.path} has no locks: a process that saves at the same moment may be overruled"
+            if not lock.locked and not self._warned_unlocked:
+                self._warned_unlocked = True
+                warning = f"the file system of {self.path} has no locks: a process that saves at the same moment may be overruled"
             found = _identity(self.path)
             if found is not None and found == self._seen and not _gained(self._saved, now):
-                return said
+                return warning
             data = now.format()
             if found is not None and not (self._alone and found == self._seen):
                 try:
@@ -112,13 +112,13 @@ class HistoryFile:
                     if "another model" in str(error):
                         raise
                     aside = _set_aside(self.path)
-                    said = f"{error}; it is {aside} now, and the history as this cache knows it takes its place"
+                    warning = f"{error}; it is {aside} now, and the history as this cache knows it takes its place"
                     self._alone = True
             elif found is None:
                 self._alone = True
             write_atomically(self.path, data)
             self._seen, self._saved = _identity(self.path), now
-        return said
+        return warning
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:
@@ -296,15 +296,15 @@ class CacheFiles:
         if self._over or self._file is None:
             return
         try:
-            said = self._apart.run(self._save_unless_over)
+            warning = self._apart.run(self._save_unless_over)
         except Exception as error:
             if self._failing != str(error) and not self._over:
                 self._failing = str(error)
                 logger.warning("the history cannot be saved now, the next request tries again: %s", error)
             return
         self._failing = ""
-        if said:
-            logger.warning("%s", said)
+        if warning:
+            logger.warning("%s", warning)
 
     def _save_unless_over(self) -> str | None:
         # Looked at where no other piece of work is under way: `close` may have written the file for the last time meanwhile.
@@ -312,7 +312,7 @@ class CacheFiles:
         return None if self._over or file is None else file.save()
 
     def finish(self) -> None:
-        """:meth:`close` for an end that nobody asked for: open requests are kept, and errors are said."""
+        """:meth:`close` for an end that nobody asked for: open requests are kept, and errors are logged."""
         for state in list(self._open.values()):
             if self._open.pop(id(state), None) is not None:
                 match = state.match
@@ -357,10 +357,10 @@ class CacheFiles:
 
     def _close_history(self) -> None:
         if self._file is not None:
-            said = self._apart.run(self._file.save)
+            warning = self._apart.run(self._file.save)
             self._file = None
-            if said:
-                logger.warning("%s", said)
+            if warning:
+                logger.warning("%s", warning)
 
     def abandon(self) -> None:
         """The cache could not be made: write nothing."""

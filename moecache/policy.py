@@ -1,6 +1,6 @@
 """Eviction policies by name, and scores written by users.
 
-A policy is one decision: of the experts in the slots, which is given up? Each scores an expert; the largest score goes
+A policy is one decision: of the experts in the slots, which is evicted? Each scores an expert; the largest score goes
 first, ties go to the one unused for longest, then to the lowest slot.
 
 ``expected-next-use``
@@ -62,12 +62,12 @@ class Score:
 def score(function: Callable[..., float]) -> Score:
     """Compile a Python function of named numbers into an eviction policy that runs without the GIL.
 
-    The expert with the largest score is given up. The arguments are any of:
+    The expert with the largest score is evicted. The arguments are any of:
 
     layer, now, num_layers
         The expert's layer, the layer of the present step, the number of MoE layers.
     distance
-        Layer steps until the expert's layer comes round, 1..num_layers.
+        Layer steps until the expert's layer comes next, 1..num_layers.
     age
         Steps since the expert was last used.
     frequency, request_frequency

@@ -1,4 +1,4 @@
-"""Device slots: for each kind of layer one tensor ``[slots, *shape]`` per expert parameter, its slots aligned."""
+"""Device slots: for each shape group one tensor ``[slots, *shape]`` per expert parameter, its slots aligned."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class Pool:
 
     Parameters
     ----------
-    kinds : sequence of mappings of parameter name to ParamSpec
+    shape_groups : sequence of mappings of parameter name to ParamSpec
     slots : sequence of int
-        Slots of each kind. Slot numbers run through the kinds in order.
+        Slots of each shape group. Slot numbers run through the groups in order.
     device : torch.device
 
     Attributes
     ----------
     tensors : tuple of dict of str to Tensor ``[slots, *shape]``
-        By kind and parameter, indexed by the slot's number within its kind. A slot is contiguous and begins at a multiple
+        By shape group and parameter, indexed by the slot's number within its group. A slot is contiguous and begins at a multiple
         of 64 bytes; between slots there may be a gap.
     nbytes : int
         Bytes of all slots, gaps included.
     first_slot : tuple of int
-        Number of each kind's first slot.
+        Number of each group's first slot.
 
     Raises
     ------
@@ -49,10 +49,12 @@ class Pool:
         The device has less free memory than the slots need, or is of another type. Nothing has been allocated.
     """
 
-    def __init__(self, kinds: Sequence[Mapping[str, ParamSpec]], slots: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, shape_groups: Sequence[Mapping[str, ParamSpec]], slots: Sequence[int], device: torch.device
+    ) -> None:
         if device.type not in ("cpu", "cuda"):
             raise CapacityError(f"no slots can be made on {device}: expected the CPU or a CUDA device")
-        self.kinds, self.device, self.slots = kinds, device, tuple(slots)
+        self.shape_groups, self.device, self.slots = shape_groups, device, tuple(slots)
         free = available_memory(device)
         if self.nbytes > free:
             raise CapacityError(
@@ -61,18 +63,18 @@ class Pool:
             )
         self.first_slot = _first_slots(self.slots)
         self.tensors = tuple(
-            {name: _aligned_rows(n, spec, device) for name, spec in kind.items()}
-            for kind, n in zip(kinds, slots, strict=True)
+            {name: _aligned_rows(n, spec, device) for name, spec in group.items()}
+            for group, n in zip(shape_groups, slots, strict=True)
         )
 
     @property
     def nbytes(self) -> int:
-        return sum(n * slot_nbytes(kind) for kind, n in zip(self.kinds, self.slots, strict=True))
+        return sum(n * slot_nbytes(group) for group, n in zip(self.shape_groups, self.slots, strict=True))
 
     def narrowed(self, slots: Sequence[int]) -> Pool:
-        """A pool of the first slots of each kind, over the same memory."""
+        """A pool of the first slots of each shape group, over the same memory."""
         pool = object.__new__(Pool)
-        pool.kinds, pool.device, pool.slots = self.kinds, self.device, tuple(slots)
+        pool.shape_groups, pool.device, pool.slots = self.shape_groups, self.device, tuple(slots)
         pool.first_slot = _first_slots(pool.slots)
         pool.tensors = tuple(
             {name: tensor[:n] for name, tensor in tensors.items()}
@@ -91,29 +93,29 @@ class Pool:
                 if start < end:
                     _MADVISE(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
 
-    def copy_of(self, kind: int, name: str) -> tuple[torch.Tensor, int]:
+    def copy_of(self, group: int, name: str) -> tuple[torch.Tensor, int]:
         """A parameter's slots in memory of their own, and where slot 0 of the whole pool would lie there."""
-        copy = _aligned_rows(self.slots[kind], self.kinds[kind][name], self.device)
-        copy.copy_(self.tensors[kind][name])
-        return copy, self._origin(kind, copy)
+        copy = _aligned_rows(self.slots[group], self.shape_groups[group][name], self.device)
+        copy.copy_(self.tensors[group][name])
+        return copy, self._origin(group, copy)
 
-    def _origin(self, kind: int, tensor: torch.Tensor) -> int:
-        return (tensor.data_ptr() - self.first_slot[kind] * tensor.stride(0) * tensor.element_size()) % 2**64
+    def _origin(self, group: int, tensor: torch.Tensor) -> int:
+        return (tensor.data_ptr() - self.first_slot[group] * tensor.stride(0) * tensor.element_size()) % 2**64
 
     def regions(self) -> tuple[dict[tuple[int, str], int], np.ndarray, np.ndarray]:
-        """Where the engine writes: number of each (kind, parameter), uint64 address and stride of each number.
+        """Where the engine writes: number of each (shape group, parameter), uint64 address and stride of each number.
 
-        Addresses are those of slot 0 of the whole pool, so that one slot number serves all regions; for later kinds that
+        Addresses are those of slot 0 of the whole pool, so that one slot number serves all regions; for later groups that
         lies before the tensor and may wrap around zero.
         """
         numbers: dict[tuple[int, str], int] = {}
         addresses: list[int] = []
         strides: list[int] = []
-        for kind, tensors in enumerate(self.tensors):
+        for group, tensors in enumerate(self.tensors):
             for name, tensor in tensors.items():
                 stride = tensor.stride(0) * tensor.element_size()
-                numbers[kind, name] = len(addresses)
-                addresses.append(self._origin(kind, tensor))
+                numbers[group, name] = len(addresses)
+                addresses.append(self._origin(group, tensor))
                 strides.append(stride)
         return numbers, np.array(addresses, np.uint64), np.array(strides, np.uint64)
 
@@ -122,9 +124,9 @@ def _first_slots(slots: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(n) for n in np.concatenate([[0], np.cumsum(slots)])[:-1])
 
 
-def slot_nbytes(kind: Mapping[str, ParamSpec]) -> int:
-    """Bytes that one more slot of a kind takes, the gaps that align it included."""
-    return sum(_aligned(spec.nbytes) for spec in kind.values())
+def slot_nbytes(group: Mapping[str, ParamSpec]) -> int:
+    """Bytes that one more slot of a shape group takes, the gaps that align it included."""
+    return sum(_aligned(spec.nbytes) for spec in group.values())
 
 
 def _aligned(nbytes: int) -> int:

@@ -244,7 +244,7 @@ class Recorder:
             raise OSError(
                 error.errno,
                 f"{error.strerror}: the recording to {self.path} ended after {self.tokens} tokens; close() again, with "
-                f"room on the disk, makes a trace of those",
+                f"space on the disk, makes a trace of those",
                 str(self._spill_path),
             ) from error
         self._apart.run(self.finish)
@@ -270,7 +270,7 @@ class Recorder:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 

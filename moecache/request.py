@@ -1,4 +1,4 @@
-"""One prompt and its answer, as the cache sees them."""
+"""One prompt and its completion, as the cache sees them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Request"]
 
 
 class Request:
-    """One prompt and its answer: what it routes is counted, matched and, at its end, kept in the history.
+    """One prompt and its completion: what it routes is counted, matched and, at its end, kept in the history.
 
     Made by :meth:`ExpertCache.request`. Used by one thread at a time; different requests may run in different threads.
 
@@ -81,7 +81,7 @@ class Request:
         topk_weights : float Tensor ``[tokens, k]``, optional
             The gate weights, only looked at for NaN.
         decode : bool, optional
-            Whether the step belongs to the answer; by default when it has one token.
+            Whether the step belongs to the completion; by default when it has one token.
         token_mask : bool Tensor ``[tokens]``, optional
             False rows are computed but not counted (padding tokens of a batch).
 
@@ -172,7 +172,7 @@ class Request:
                 return runtime, step
 
     def _time(self, decode: bool) -> None:
-        # From one step of the answer to the next, less what this request waited for bytes.
+        # From one step of the completion to the next, less what this request waited for bytes.
         now = time.perf_counter() if decode else 0.0
         waited_ns = self._state.account.stall_ns + self._state.account.slot_wait_ns
         if decode and self._decoded_at:
@@ -183,7 +183,7 @@ class Request:
     def hint(self, layer: int, chances: torch.Tensor | np.ndarray) -> None:
         """Say what is known better of a coming layer, such as the model's own router on the hidden state of this one.
 
-        Prefetching believes it, instead of its own forecast, until this request routes the layer. Costs microseconds,
+        Prefetching goes by it, instead of its own forecast, until this request routes the layer. Costs microseconds,
         and for a tensor on a device the copy to the host.
 
         Parameters
@@ -232,9 +232,9 @@ class Request:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(keep=kind is None)
+        self.close(keep=error_type is None)
 
     def __reduce__(self) -> NoReturn:
         refuse_copy(self)

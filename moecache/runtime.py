@@ -102,7 +102,7 @@ class Runtime:
         try:
             self.core = Core(
                 setup.history.store,
-                np.array(bank.layer_kind, np.int32),
+                np.array(bank.layer_group, np.int32),
                 np.array(pool.slots, np.int32),
                 complete,
                 setup.policy.code,
@@ -141,9 +141,9 @@ class Runtime:
             self.core.set_pace(layer_s, expert / rate, min(expert, _WINDOW_BYTES) / rate)
 
     def replaced(self, slots: Sequence[int]) -> Runtime:
-        """A runtime of so many slots of each kind in the place of this one; the experts most wanted stay.
+        """A runtime of so many slots of each shape group in the place of this one; the experts most wanted stay.
 
-        Called while the core is frozen, nothing is under way and no step is open. Where no kind grows, the new slots are
+        Called while the core is frozen, nothing is under way and no step is open. Where no group grows, the new slots are
         the first ones of the old memory and the rest is given back; otherwise both pools exist for the length of the call.
         Whatever is raised before the new one has taken the place of this one leaves this one as it was, less experts that
         it holds.
@@ -151,16 +151,16 @@ class Runtime:
         Raises
         ------
         CapacityError
-            The device has no room for the new slots.
+            The device has not enough memory for the new slots.
         ClosedError
             The cache was closed meanwhile.
         """
         shrinks = all(new <= old for new, old in zip(slots, self.pool.slots, strict=True))
-        pool = self.pool.narrowed(slots) if shrinks else Pool(self.setup.bank.kinds, slots, self.setup.device)
+        pool = self.pool.narrowed(slots) if shrinks else Pool(self.setup.bank.shape_groups, slots, self.setup.device)
         new = Runtime(self.setup, pool, replaces=self)
         try:
-            for kind in range(len(slots)):
-                new._adopt(self, kind, in_place=shrinks)
+            for group in range(len(slots)):
+                new._adopt(self, group, in_place=shrinks)
             if new.copies is not None:
                 # Copies between slots were given to the compute stream: the engine's must come after them.
                 new.copies.mark_readers(np.arange(new.core.slots.num_slots, dtype=np.int32))
@@ -175,20 +175,20 @@ class Runtime:
             new._give_back(self.pool)
         return new
 
-    def _adopt(self, old: Runtime, kind: int, *, in_place: bool) -> None:
-        # The most wanted experts of a kind into the first rows. In place, those that lie there already stay where they are.
-        first, old_first, room = self.first_slot[kind], old.first_slot[kind], self.pool.slots[kind]
-        rows = [slot - old_first for slot in old.core.retained(kind, room).tolist()]
-        taken = {row for row in rows if in_place and row < room}
-        free = iter([row for row in range(room) if row not in taken])
+    def _adopt(self, old: Runtime, group: int, *, in_place: bool) -> None:
+        # The most wanted experts of a group into the first rows. In place, those that lie there already stay where they are.
+        first, old_first, count = self.first_slot[group], old.first_slot[group], self.pool.slots[group]
+        rows = [slot - old_first for slot in old.core.retained(group, count).tolist()]
+        taken = {row for row in rows if in_place and row < count}
+        free = iter([row for row in range(count) if row not in taken])
         for row in rows:
             expert, target = int(old.core.slots.occupants[old_first + row]), row
             if row not in taken:
                 target = next(free)
                 if in_place:
                     old.core.slots.forget(old_first + target)
-                for name, tensor in self.tensors[kind].items():
-                    tensor[target].copy_(old.tensors[kind][name][row])
+                for name, tensor in self.tensors[group].items():
+                    tensor[target].copy_(old.tensors[group][name][row])
             self.core.adopt(first + target, expert)
 
     def _give_back(self, wider: Pool) -> None:
@@ -196,20 +196,20 @@ class Runtime:
             self.pool.release_beyond(wider)
             return
         # Parameter by parameter, so that the largest of the new tensors is all that exists twice.
-        for kind, tensors in enumerate(self.tensors):
+        for group, tensors in enumerate(self.tensors):
             for name, tensor in list(tensors.items()):
                 try:
-                    smaller, address = self.pool.copy_of(kind, name)
+                    smaller, address = self.pool.copy_of(group, name)
                 except torch.cuda.OutOfMemoryError:
                     logger.warning(
                         "%s is too full to give back what %s no longer needs of %d slots: %d bytes stay allocated",
                         self.setup.device,
                         name,
-                        wider.slots[kind],
+                        wider.slots[group],
                         tensor.untyped_storage().nbytes(),
                     )
                     continue
-                self.engine.move_region(self._region[kind, name], address, tensors, name, smaller)
+                self.engine.move_region(self._region[group, name], address, tensors, name, smaller)
         if self.copies is not None:
             self.copies.mark_readers(np.arange(self.core.slots.num_slots, dtype=np.int32))
 

@@ -11,7 +11,7 @@ __all__ = ["Stamp", "changed", "check_unchanged"]
 
 
 class Stamp(NamedTuple):
-    """What tells a file from another one, and from itself after somebody has written to it."""
+    """What distinguishes a file from another one, and from itself after somebody has written to it."""
 
     inode: int
     nbytes: int

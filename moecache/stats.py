@@ -52,7 +52,7 @@ class Stats:
     requests_s: float
     deciding_s: float  # in route(): counting, matching, choosing
     stall_s: float  # waiting for bytes (on a device: for the last to be under way), the caller's own copies included
-    slot_wait_s: float  # waiting for other leases to give up slots
+    slot_wait_s: float  # waiting for slots that other leases pin
     computing_s: float  # from a lease's first expert to its end, less waits: arithmetic, as far as the host sees it
     reading_s: float  # I/O threads and helping callers: chunks that came from files
     copying_s: float  # and those that came from memory
@@ -65,7 +65,7 @@ class Stats:
     resident_bytes: int
     expert_bytes_total: int
     direct_reads: int  # file reads past the page cache
-    buffered_reads: int  # file reads through it, where the file system refuses the other kind
+    buffered_reads: int  # file reads through it, where the file system refuses direct reads
     failed: int  # copies that failed
     layer_demands: tuple[int, ...]
     layer_hits: tuple[int, ...]

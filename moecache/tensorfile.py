@@ -1,6 +1,6 @@
 """Safetensors files from anywhere: read whole or refused by name, their numbers within stated limits.
 
-A file's own bytes bound what its tensors take. What its metadata claim (experts, room for requests, tokens so far) is believed up to
+A file's own bytes bound what its tensors take. What its metadata claim (experts, capacity, tokens so far) is accepted up to
 the limits below, so that a few kilobytes cannot make a program take gigabytes.
 """
 
@@ -61,10 +61,10 @@ def read_tensors(path: Path, what: str, error: type[MoeCacheError]) -> tuple[dic
     try:
         with safe_open(path, "np") as file:
             names = list(file.keys())
-            kinds = {name: str(file.get_slice(name).get_dtype()) for name in names}
-            foreign = [name for name, kind in kinds.items() if kind not in _DTYPES]
+            dtypes = {name: str(file.get_slice(name).get_dtype()) for name in names}
+            foreign = [name for name, dtype in dtypes.items() if dtype not in _DTYPES]
             if foreign:
-                raise error(f"{path}: tensor {brief(foreign[0])} is {kinds[foreign[0]]}, which no {what} holds")
+                raise error(f"{path}: tensor {brief(foreign[0])} is {dtypes[foreign[0]]}, which no {what} holds")
             return dict(file.metadata() or {}), {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError, ValueError, TypeError, AttributeError, OverflowError, MemoryError) as fault:
         if isinstance(fault, error):

@@ -58,7 +58,7 @@ class Trace:
     request : int32 array ``[tokens]``
         0, 1, ... without gaps.
     decode : uint8 array ``[tokens]``
-        0 prompt, 1 answer.
+        0 prompt, 1 completion.
     num_experts : tuple of int
         Experts of each layer.
     forward : int32 array ``[tokens]`` or None
@@ -350,7 +350,7 @@ def _check_requests(trace: Trace) -> None:
     mixed = (step == 0) & ((np.diff(request) != 0) | (np.diff(trace.decode.astype(np.int8)) != 0))
     if mixed.any():
         raise TraceFormatError(
-            f"{where}: forward pass {trace.forward[np.argmax(mixed)]} belongs to two requests, or to prompt and answer"
+            f"{where}: forward pass {trace.forward[np.argmax(mixed)]} belongs to two requests, or to prompt and completion"
         )
 
 

@@ -44,7 +44,7 @@ SEEN: dict[str, str] = {
     "A2": "resize() beside threads that route: other experts' bytes, errors in innocent threads",
     "A3": "shrinking needs both pools at once, drops what is wanted most; the same size rebuilds everything",
     "A4": "reset_stats() with a prefetch under way: more useful prefetches than issued ones",
-    "A4b": "a step gives up on slots that another thread is about to let go",
+    "A4b": "a step ends its wait for slots that another thread is about to give back",
     "A4c": "a score reads another thread's request while that one counts without the GIL",
     "B5": "a bank closed while a cache reads from it",
     "B6": "a bank in RAM that is pickled, copied or sent to another process keeps its addresses",

@@ -52,15 +52,15 @@ def write_checkpoint(folder: Path, layers: tuple[int, ...] = (1, 3), shards: int
 
 def gather(bank: ExpertBank, slots: list[int]) -> list[dict[str, torch.Tensor]]:
     """What a mover would put into a pool: every segment copied as `sources` says."""
-    region_of = {(k, p): i for i, (k, p) in enumerate((k, p) for k, kind in enumerate(bank.kinds) for p in kind)}
+    region_of = {(k, p): i for i, (k, p) in enumerate((k, p) for k, kind in enumerate(bank.shape_groups) for p in kind)}
     sources = bank.sources(region_of)
     files = [Path(file).read_bytes() for file in sources.files]
     names = {number: name for name, number in region_of.items()}
     moved = []
     for gid in slots:
         layer = int(np.searchsorted(np.cumsum(bank.num_experts), gid, side="right"))
-        kind = bank.layer_kind[layer]
-        room = {p: np.zeros(spec.nbytes, np.uint8) for p, spec in bank.kinds[kind].items()}
+        kind = bank.layer_group[layer]
+        room = {p: np.zeros(spec.nbytes, np.uint8) for p, spec in bank.shape_groups[kind].items()}
         for s in range(sources.segment_start[gid], sources.segment_start[gid + 1]):
             begin, size = int(sources.segment_source[s]), int(sources.segment_nbytes[s])
             if sources.segment_file[s] < 0:
@@ -72,7 +72,10 @@ def gather(bank: ExpertBank, slots: list[int]) -> list[dict[str, torch.Tensor]]:
             offset = int(sources.segment_offset[s])
             room[param][offset : offset + size] = data
         moved.append(
-            {p: torch.from_numpy(room[p]).view(spec.dtype).reshape(spec.shape) for p, spec in bank.kinds[kind].items()}
+            {
+                p: torch.from_numpy(room[p]).view(spec.dtype).reshape(spec.shape)
+                for p, spec in bank.shape_groups[kind].items()
+            }
         )
     return moved
 
@@ -83,8 +86,8 @@ def test_adopts_without_copy() -> None:
     assert bank.copied_bytes == 0
     assert bank.location == "ram"
     assert bank.num_experts == (EXPERTS, EXPERTS)
-    assert bank.layer_kind == (0, 0)
-    assert bank.kinds == ({"w": ParamSpec((3, 2), torch.float32)},)
+    assert bank.layer_group == (0, 0)
+    assert bank.shape_groups == ({"w": ParamSpec((3, 2), torch.float32)},)
     assert bank.nbytes == 2 * EXPERTS * 24
     assert bank.expert_nbytes(1) == 24
     w[2] = 7.0  # the bank sees the caller's own storage
@@ -135,8 +138,8 @@ def test_ragged_layers_and_kinds() -> None:
     layers = [{"w": unique(8, 3, 2)}, {"w": unique(16, 3, 2)}, {"w": unique(4, 5, 2)}, {"w": unique(8, 3, 2)}]
     bank = ExpertBank.from_tensors(layers)
     assert bank.num_experts == (8, 16, 4, 8)
-    assert bank.layer_kind == (0, 0, 1, 0)
-    assert len(bank.kinds) == 2
+    assert bank.layer_group == (0, 0, 1, 0)
+    assert len(bank.shape_groups) == 2
     moved = gather(bank, list(range(36)))
     expected = [row for layer in layers for row in layer["w"]]
     assert all(same_bytes(m["w"], row) for m, row in zip(moved, expected, strict=True))

@@ -36,7 +36,7 @@ from moecache.errors import (
 )
 def test_capacities(bank: ExpertBank, capacity: Any, slots: int) -> None:
     # An expert has 45 float32 in slots that are multiples of 64 bytes.
-    each = pool.slot_nbytes(bank.kinds[0])
+    each = pool.slot_nbytes(bank.shape_groups[0])
     with ExpertCache(bank, capacity) as cache:
         assert cache.capacity == (2000 // each if capacity == "2KB" else slots)
         assert cache.resident_nbytes == 0

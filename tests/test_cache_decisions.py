@@ -135,7 +135,7 @@ def test_a_skewed_trace_is_prefetched_through_the_real_engine() -> None:
 def test_layers_of_differing_bytes_do_not_disturb_each_other() -> None:
     bank = make_bank((4, 4, 4, 4), sizes=[4, 8, 4, 8])
     with bank, ExpertCache(bank, 8, prefetch=False) as cache, cache.request() as request:
-        assert len(bank.kinds) == 2
+        assert len(bank.shape_groups) == 2
         for _ in range(10):
             for layer in range(4):
                 run(request, layer, [[layer % 4]])

@@ -28,7 +28,7 @@ def test_any_steps_get_their_own_bytes(data: st.DataObject) -> None:
     alike = data.draw(st.booleans())
     sizes = [4 if alike else 3 + layer % 2 for layer in range(len(num_experts))]
     with make_bank(num_experts, sizes=sizes) as bank:
-        capacity = data.draw(st.integers(2 * len(bank.kinds), sum(num_experts)))
+        capacity = data.draw(st.integers(2 * len(bank.shape_groups), sum(num_experts)))
         policy = data.draw(st.sampled_from(moecache.policy.NAMES))
         with ExpertCache(bank, capacity, policy=policy, prefetch=data.draw(st.booleans())) as cache:
             assert cache.capacity == capacity

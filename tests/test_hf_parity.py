@@ -179,7 +179,7 @@ def test_layers_of_different_counts_and_sizes() -> None:
     model = copy.deepcopy(eager)
     cache = moecache.attach(model, 8)
     assert cache.num_experts == (8, 5, 8)
-    assert cache.bank.layer_kind == (0, 1, 0)
+    assert cache.bank.layer_group == (0, 1, 0)
     assert_equal_runs(model, eager)
     assert_cache_was_used(cache)
     moecache.detach(model)

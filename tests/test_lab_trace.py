@@ -176,7 +176,7 @@ def test_tensors_that_are_missing_or_of_another_kind(tmp_path: Path) -> None:
         (['{"layer": 0, "token": 0, "experts": [1]}'] * 2, "line 2: .* has layer 0 already"),
         (
             ['{"layer": 0, "token": 0, "experts": [1]}', '{"layer": 1, "token": 0, "experts": [1], "decode": 0}'],
-            "line 2: .* prompt and answer both",
+            "line 2: .* prompt and completion both",
         ),
         (["[" * 3000 + "]" * 3000], "line 1 is not JSON: nested"),
         (['{"layer": 0, "token": 0, "experts": [1], "request": 1.5}'], "line 1: request"),

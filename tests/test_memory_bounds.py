@@ -15,7 +15,7 @@ import torch
 
 from moecache import CacheOptions, ExpertBank, ExpertCache, capacity, memory
 from moecache.bank import ParamSpec
-from moecache.capacity import nbytes_of, room_for, slots_for
+from moecache.capacity import free_memory, nbytes_of, slots_for
 from moecache.errors import CapacityError
 from moecache.memory import Bound, available_memory, bounds, untouched_nbytes
 
@@ -150,7 +150,7 @@ def test_a_device_offers_what_torch_holds_and_nobody_uses(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300)
     assert available_memory(GPU) == 300
-    assert room_for(GPU).nbytes == 200  # a sixteenth of 1,600 less
+    assert free_memory(GPU).nbytes == 200  # a sixteenth of 1,600 less
 
 
 @pytest.mark.parametrize(("found", "expected"), [
@@ -197,11 +197,11 @@ def test_auto_leaves_what_is_mapped_headroom_and_the_reserve(monkeypatch: pytest
     with_bounds(
         monkeypatch, Bound("the machine", 1600 * MIB, 0), Bound("the memory cgroup /x", 160 * MIB, 40 * MIB, 30 * MIB)
     )
-    assert room_for(CPU).nbytes == 80 * MIB
-    assert room_for(CPU, reserve=20 * MIB).nbytes == 60 * MIB
-    assert room_for(CPU, reserve=200 * MIB).nbytes == 0
+    assert free_memory(CPU).nbytes == 80 * MIB
+    assert free_memory(CPU, reserve=20 * MIB).nbytes == 60 * MIB
+    assert free_memory(CPU, reserve=200 * MIB).nbytes == 0
     assert slots_for("auto", [EXPERT], [10_000], CPU, 2) == (80 * 16,)
-    assert "the memory cgroup /x" in room_for(CPU).account
+    assert "the memory cgroup /x" in free_memory(CPU).account
 
 
 def test_auto_on_a_roomy_machine_takes_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,9 +220,9 @@ def test_a_limit_below_the_need_of_a_token_says_where_the_memory_is(monkeypatch:
 
 def test_a_cache_in_place_of_another_may_use_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with_bounds(monkeypatch, Bound("the machine", 160 * MIB, 100 * MIB))
-    assert room_for(CPU, held=40 * MIB).nbytes == 50 * MIB  # both fit beside each other
-    assert room_for(CPU, held=90 * MIB).nbytes == 90 * MIB  # no room to grow, and none needed to stay
-    assert room_for(CPU, held=90 * MIB, reserve=60 * MIB).nbytes == 80 * MIB
+    assert free_memory(CPU, held=40 * MIB).nbytes == 50 * MIB  # both fit beside each other
+    assert free_memory(CPU, held=90 * MIB).nbytes == 90 * MIB  # no memory to grow, and none needed to stay
+    assert free_memory(CPU, held=90 * MIB, reserve=60 * MIB).nbytes == 80 * MIB
 
 
 @pytest.mark.failure("100")

@@ -1,4 +1,4 @@
-"""Several threads in one core and one store: with the GIL let go in the middle of steps, nothing gets mixed up."""
+"""Several threads in one core and one store: with the GIL released in the middle of steps, nothing gets mixed up."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class PendingExperts:
     def _check_shapes(self, bank: ExpertBank) -> None:
         for layer, (name, params) in enumerate(self.layers):
             for param, (shape, dtype) in params.items():
-                spec = bank.kinds[bank.layer_kind[layer]][param]
+                spec = bank.shape_groups[bank.layer_group[layer]][param]
                 if (bank.num_experts[layer], *spec.shape) != tuple(shape) or spec.dtype != dtype:
                     source = self.conversions[f"{name}.{param}"].names[0]
                     raise CheckpointError(

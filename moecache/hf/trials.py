@@ -60,19 +60,19 @@ def choose_forms(
     """
     forms: list[AnyForm] = []
     for number, module in enumerate(modules):
-        kind = bank.layer_kind[number]
+        group = bank.layer_group[number]
         twin = next(
             (
                 i
                 for i in range(number)
-                if bank.layer_kind[i] == kind
+                if bank.layer_group[i] == group
                 and implementations[i] == implementations[number]
-                and _alike(module, modules[i], set(bank.kinds[kind]))
+                and _alike(module, modules[i], set(bank.shape_groups[group]))
             ),
             None,
         )
         forms.append(
-            choose_form(module, bank.kinds[kind], device, top_k, implementations[number])
+            choose_form(module, bank.shape_groups[group], device, top_k, implementations[number])
             if twin is None
             else forms[twin]
         )

@@ -63,7 +63,7 @@ class Counts:
         return cls(counts, tokens.astype(np.int64), top_k, metadata.get("model", path.stem))
 
     def history(self, capacity: int = 1000) -> History:
-        """A history with one entry for each of these, as answers; large counts are scaled down to what an entry holds."""
+        """A history with one entry for each of these, as completions; large counts are scaled down to what an entry holds."""
         layers, experts = self.counts.shape[1:]
         history = History(Fingerprint((experts,) * layers, self.top_k, ""), capacity)
         for counts, tokens in zip(

@@ -218,7 +218,7 @@ def subtrace(trace: Trace, rows: np.ndarray) -> Trace:
 
 
 def _play(sequences: Sequences, plan: Schedule, slots: Sequence[int], outlook: Iterator[np.ndarray]) -> np.ndarray:
-    # int64 [capacities, passes, L]: hits when the longest wait is given up first.
+    # int64 [capacities, passes, L]: hits when the longest wait is evicted first.
     layers, total = plan.experts.shape[1], len(slots)
     cache = np.full((total, layers * sequences.width), -1, np.int64)
     size, held = np.zeros(total, np.int64), np.zeros((total, max(slots)), np.int64)

@@ -31,7 +31,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 _NAMES = {name: field for field, names in FIELDS.items() for name in names}
 
 MOST_PACKED = 200
-"""A packed file is believed that unfolds to so many times its size, and a megabyte."""
+"""A packed file is accepted that unfolds to so many times its size, and a megabyte."""
 
 
 def columns_of(names: Iterable[object], where: str) -> tuple[dict[str, str], list[str]]:
@@ -151,7 +151,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def _array(file: Any, size: int, name: str) -> np.ndarray:
-    # As np.load would, but what the header promises is held against the bytes there are before room is made.
+    # As np.load would, but what the header promises is held against the bytes there are before memory is allocated.
     version = np.lib.format.read_magic(file)
     if version not in ((1, 0), (2, 0)):
         raise ValueError(f"{name} is of version {version}; expected 1.0 or 2.0")

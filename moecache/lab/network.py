@@ -49,7 +49,7 @@ class Question:
         return self.linear.float() + self.bias[:, None] + torch.einsum("slte,is->ltie", self.logs, self.weights)
 
     def entropy(self) -> tuple[Tensor, Tensor]:
-        """float64 ``[intervals]``: summed cross-entropies, and of how many answers."""
+        """float64 ``[intervals]``: summed cross-entropies, and of how many outcomes."""
         z = self.logits()
         asked, came = _asked(self.code, z.shape[2])
         each = torch.nn.functional.binary_cross_entropy_with_logits(z, came.float(), reduction="none")
@@ -203,7 +203,7 @@ def _product_type(device: torch.device) -> torch.dtype:
 
 
 def _asked(code: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
-    # Bool [L, tokens, intervals, E]: whether the answer is known and not settled before, and whether it is yes.
+    # Bool [L, tokens, intervals, E]: whether the outcome is known and not settled before, and whether it is a use.
     i = torch.arange(intervals, device=code.device)[:, None]
     code = code.to(torch.int16)[:, :, None]
     return torch.where(code < UNKNOWN, code >= i, code > UNKNOWN + i), code == i

@@ -224,7 +224,7 @@ def waiting_hits(
     wait: np.ndarray,
     hits: np.ndarray,
 ) -> None:
-    """Play passes through caches that give up the expert with the longest wait, judged step by step.
+    """Play passes through caches that evict the expert with the longest wait, judged step by step.
 
     A wait is counted in visits beyond its layer's next one; until that, a layer's distance counts too. Everything below `slots` is
     state, changed in place, so that a trace can be played in parts.

@@ -124,10 +124,10 @@ def _print(title: str, left: Sequence[str], right: Sequence[str], rows: Sequence
 
 def _parts(widths: Sequence[int], left: int, most: int) -> Iterable[list[int]]:
     # Columns right of `left` that fit beside them, at least one at a time.
-    room, part = most - sum(widths[:left]) - 2, list[int]()
+    width_left, part = most - sum(widths[:left]) - 2, list[int]()
     used = 0
     for at, width in enumerate(widths[left:]):
-        if part and used + width > room:
+        if part and used + width > width_left:
             yield part
             part, used = [], 0
         part.append(at)

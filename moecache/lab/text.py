@@ -264,7 +264,7 @@ class _Records:
         decode = np.array(self._decode, np.uint8)
         mixed = np.flatnonzero(decode != decode[first][row])
         if len(mixed):
-            raise TraceFormatError(f"{self.path}, line {self._line[mixed[0]]}: a token of prompt and answer both")
+            raise TraceFormatError(f"{self.path}, line {self._line[mixed[0]]}: a token of prompt and completion both")
         if (np.diff(request) < 0).any():
             _LOG.warning(
                 "%s: its requests take turns; they are put one after another (replay --concurrency plays turns)",

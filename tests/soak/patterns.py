@@ -90,7 +90,7 @@ def assert_nothing_is_held(cache: ExpertCache) -> None:
     left: dict[int, int] = {}
     with cache.request() as request, ExitStack() as leases:
         for layer, experts in enumerate(cache.num_experts):
-            kind = cache.bank.layer_kind[layer]
+            kind = cache.bank.layer_group[layer]
             if kind not in left:
                 with request.route(layer, torch.empty(0, 1, dtype=torch.int64)) as lease:
                     left[kind] = len(next(iter(lease.weights.values())))

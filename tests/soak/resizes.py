@@ -90,7 +90,7 @@ def patterned(count: int, workers: int = 4, folder: Path | None = None) -> dict[
         for number in range(workers):
             dice = random.Random(number)
             beside.start(f"worker {number}", lambda dice=dice: use(cache, dice, 10, leave=0.02))
-        refused = resized(cache, count, 2 * len(bank.kinds), beside, random.Random(99))
+        refused = resized(cache, count, 2 * len(bank.shape_groups), beside, random.Random(99))
         beside.end()
         assert_nothing_is_held(cache)
         return {"resizes": count, "refused": refused, **beside.done}

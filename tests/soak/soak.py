@@ -110,7 +110,7 @@ class Era:
         self.faults: list[str] = []
         self.on_disk = bool(seed % 2)
         self.bank: ExpertBank = patterned_bank(NUM_EXPERTS, NUMBERS, folder / "bank" if self.on_disk else None)
-        self.smallest = len(self.bank.kinds) * 2
+        self.smallest = len(self.bank.shape_groups) * 2
         self.policy = self.random.choice(POLICIES)
         self.cache = ExpertCache(
             self.bank,
