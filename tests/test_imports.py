@@ -27,11 +27,6 @@ def table(title: str, column: int) -> list[str]:
 ORDER = table("Modules", 1)
 
 
-def found_imports() -> list[import_graph.Import]:
-    # Names that only a type checker reads are looked at everywhere but in hf.
-    return [f for f in import_graph.imports() if f.where != "type" or not f.importer.startswith("hf/")]
-
-
 def row_of(module: str) -> str | None:
     """A module's entry in the table: its own, or that of a folder (``_decide/``)."""
     return next((row for row in ORDER if row == module or (row.endswith("/") and module.startswith(row))), None)
@@ -45,7 +40,7 @@ def test_every_module_has_one_row_and_every_row_a_module() -> None:
 
 @pytest.mark.parametrize("where", [("module", "function"), ("module", "function", "type")])
 def test_no_modules_import_each_other(where: tuple[str, ...]) -> None:
-    edges = {(found.importer, found.imported) for found in found_imports() if found.where in where}
+    edges = {(found.importer, found.imported) for found in import_graph.imports() if found.where in where}
     assert len(edges) > 100
     assert import_graph.cycles(edges) == []
 
@@ -54,7 +49,7 @@ def test_imports_point_down_the_table() -> None:
     at = {row: n for n, row in enumerate(ORDER)}
     upward = [
         f"{found.importer}, line {found.line}: imports {found.imported}, which stands above it"
-        for found in found_imports()
+        for found in import_graph.imports()
         if at[row_of(found.imported) or ""] < at[row_of(found.importer) or ""]
     ]
     assert upward == []
@@ -62,7 +57,7 @@ def test_imports_point_down_the_table() -> None:
 
 def test_the_runtime_imports_neither_the_lab_nor_transformers() -> None:
     runtime = ORDER[ORDER.index("metrics") :]
-    found = {(f.importer, f.imported) for f in found_imports() if row_of(f.importer) in runtime}
+    found = {(f.importer, f.imported) for f in import_graph.imports() if row_of(f.importer) in runtime}
     assert found
     assert [edge for edge in found if edge[1].startswith(("hf/", "lab/"))] == []
 

@@ -215,7 +215,7 @@ class Attachment:
         ]
         if hasattr(self.model, "generate"):
             generate: Any = self.model.generate
-            self.model.__dict__["generate"] = GenerateWatch(self.model, generate, self.requests)
+            self.model.__dict__["generate"] = GenerateWatch(self.model, generate, self.requests.generating)
         self._guarded = guard(self.model, self.layers, self.cache.device)
         self.model.__dict__["_moecache_attachment"] = self
         self.model.__dict__["moecache"] = self.cache

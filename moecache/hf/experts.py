@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -14,16 +14,26 @@ from .forms import stock_forward
 from .guards import NOT_RECORDED, refuse_changed, refuse_recording
 
 if TYPE_CHECKING:
-    from .attach import Attachment
+    from .discovery import ExpertsLayer
+    from .implementations import Implementations
+    from .requests import Requests
     from .trials import AnyForm
 
 __all__ = ["LayerState", "register"]
 
 
+class Attached(Protocol):
+    """What the forward asks of an :class:`moecache.hf.attach.Attachment`."""
+
+    layers: list[ExpertsLayer]
+    implementations: Implementations
+    requests: Requests
+
+
 class LayerState(NamedTuple):
     """What the forward of an attached experts module needs; stamped on the module."""
 
-    attachment: Attachment
+    attachment: Attached
     layer: int
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from .rows import Ends
 
 if TYPE_CHECKING:
-    from .requests import OpenRequest, Requests
+    from .open_request import OpenRequest
 
 __all__ = ["GenerateWatch", "Generation", "ends_of"]
 
@@ -74,17 +75,20 @@ def _ids(value: Any) -> frozenset[int]:
     return frozenset() if value is None else frozenset([value])
 
 
+_Watch = Callable[[Generation], AbstractContextManager[None]]
+
+
 class GenerateWatch:
     """Stands in for an attached model's ``generate``: the same call, whose beginning and end are seen."""
 
-    def __init__(self, model: nn.Module, generate: Callable[..., Any], requests: Requests) -> None:
-        self._model, self._requests = model, requests
+    def __init__(self, model: nn.Module, generate: Callable[..., Any], watch: _Watch) -> None:
+        self._model, self._watch = model, watch
         self.__wrapped__, self.__doc__ = generate, generate.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._requests.generating(Generation(self._model, args, kwargs)):
+        with self._watch(Generation(self._model, args, kwargs)):
             return self.__wrapped__(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GenerateWatch:
         model = memo.get(id(self._model), self._model)
-        return GenerateWatch(model, copy.deepcopy(self.__wrapped__, memo), self._requests)
+        return GenerateWatch(model, copy.deepcopy(self.__wrapped__, memo), self._watch)

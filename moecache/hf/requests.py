@@ -7,7 +7,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from .generation import Generation, ends_of
+from .open_request import OpenRequest
 from .past import capturing, given, made, tokens_held
 from .rows import Rows, without_nan
 
@@ -23,33 +24,7 @@ if TYPE_CHECKING:
     from ..cache import ExpertCache
     from ..request import Request
 
-__all__ = ["OpenRequest", "Requests"]
-
-
-class OpenRequest:
-    """A request, and what tells whether a forward pass belongs to it. It ends at the latest when nobody holds it."""
-
-    def __init__(self, cache: ExpertCache) -> None:
-        self._cache = cache
-        self.request: Request = cache.request()
-        # Tokens of a row so far, and by row whether its answer has ended.
-        self.length = 0
-        self.ended: list[bool] = []
-        # The key-value cache whose passes these are; the last pass's ids where there is none.
-        self.key: weakref.ref[Any] | None = None
-        self.ids: torch.Tensor | None = None
-
-    @property
-    def usable(self) -> bool:
-        return not self.request.closed
-
-    def end(self, keep: bool = True) -> None:
-        if not self._cache.closed:
-            self.request.close(keep)
-
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if hasattr(self, "request") and not is_finalizing():
-            self.end()
+__all__ = ["Requests"]
 
 
 class _Current(threading.local):
