@@ -4,6 +4,7 @@ No torch, no I/O, no threads. `docs/architecture.md` has the order of its module
 """
 
 from moecache._decide.core import Core
+from moecache._decide.dispatch import Dispatcher
 from moecache._decide.estimates import Estimates
 from moecache._decide.evict import FEATURES, POLICY_CODES, Evictor
 from moecache._decide.forecast import ForecastState, ForecastWeights
@@ -23,6 +24,7 @@ __all__ = [
     "POLICY_CODES",
     "Account",
     "Core",
+    "Dispatcher",
     "Estimates",
     "Evictor",
     "ForecastState",

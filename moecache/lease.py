@@ -99,21 +99,21 @@ class Lease:
         LeaseError
             The lease has ended, or other leases held every slot until the timeout.
         """
-        core, step, copies = self._core, self._step, self._runtime.copies
+        dispatcher, step, copies = self._core.dispatcher, self._step, self._runtime.copies
         rows = None if step.token_index is None else torch.from_numpy(step.token_index)
-        core.put_back(step, self._taken)
+        dispatcher.put_back(step, self._taken)
         while True:
             if not step.open:
                 self._check_open()
             # The item before this one, be it that of an earlier loop that was left, is done with when the next is asked for.
             if self._taken >= 0:
                 i, self._taken = self._taken, -1
-                if core.finish(step, i):
+                if dispatcher.finish(step, i):
                     self._mark_readers(step.plan.fetches[:, 1])
                     self._submit()
             if step.done == step.unique:
                 return
-            i = core.next_ready(step)
+            i = dispatcher.next_ready(step)
             if i < 0:
                 self._wait()
                 continue
@@ -171,7 +171,7 @@ class Lease:
                 self._check_open()
                 # Looked at before the slots are, lest the last of them ends in between.
                 others = core.open_steps.pinned_elsewhere(step)
-                if core.retry(step):
+                if core.dispatcher.retry(step):
                     break
                 self._shared.check_process()
                 if not others or time.perf_counter() - began > timeout:

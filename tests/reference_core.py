@@ -512,13 +512,13 @@ def run_step(core: Any, step: Any) -> list[int]:
     order = []
     land(core, step.plan)
     while step.done < step.unique:
-        i = core.next_ready(step)
+        i = core.dispatcher.next_ready(step)
         if i < 0:
-            assert core.retry(step), "a lone step can always go on"
+            assert core.dispatcher.retry(step), "a lone step can always go on"
             land(core, step.plan)
             continue
         order.append(step.item(i)[0])
-        if core.finish(step, i):
+        if core.dispatcher.finish(step, i):
             land(core, step.plan)
     return order
 

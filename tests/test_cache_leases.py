@@ -124,7 +124,7 @@ class ReleasesLate:
         self.core, self.release_slot, self.looks = core, release_slot, 0
 
     def retry(self, step: Any) -> bool:
-        found = bool(self.core.retry(step))
+        found = bool(self.core.dispatcher.retry(step))
         self.looks += 1
         if self.looks == 1:
             assert not found

@@ -646,11 +646,11 @@ def test_positions_are_handed_out_and_finished_once() -> None:
     step = call_route(core, core.begin_request(), 0, [[0, 1]])
     for i in (-1, 0, 2):
         with pytest.raises(LeaseError):
-            core.finish(step, i)
+            core.dispatcher.finish(step, i)
     run_step(core, step)
     with pytest.raises(LeaseError):
-        core.finish(step, 0)
-    assert core.next_ready(step) == -1
+        core.dispatcher.finish(step, 0)
+    assert core.dispatcher.next_ready(step) == -1
 
 
 def test_policies_and_scores_that_do_not_fit_are_refused() -> None:

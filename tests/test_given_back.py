@@ -91,7 +91,7 @@ def test_an_item_that_an_exception_swallowed_is_handed_out_again(bank: ExpertBan
     with ExpertCache(bank, 4) as cache, cache.request() as request:
         with request.route(0, torch.tensor([[0, 1, 2]])) as lease:
             cache._engine.drain(10)
-            assert cache._core.next_ready(lease._step) >= 0  # as if interrupted between this and the yield
+            assert cache._core.dispatcher.next_ready(lease._step) >= 0  # as if interrupted between this and the yield
             assert sorted(expert for expert, _, _ in lease.ready()) == [0, 1, 2]
         assert cache._core.slots.pinned() == 0
 

@@ -82,8 +82,34 @@ def python_files() -> list[Path]:
 
 
 def test_no_file_is_long() -> None:
-    lines = {str(path): len(path.read_text(encoding="utf-8").splitlines()) for path in python_files()}
+    files = [
+        path for path in import_graph.PACKAGE.rglob("*") if path.suffix in {".py", ".pyi", ".pyx", ".pxd", ".pxi", ".h"}
+    ]
+    lines = {str(path): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    assert len(lines) > 100
     assert {path: n for path, n in lines.items() if n > MOST_LINES} == {}
+
+
+def test_every_field_of_a_compiled_class_says_what_it_is() -> None:
+    fields, silent = 0, []
+    for path in import_graph.PACKAGE.rglob("*.p[xy][dx]"):
+        block = False
+        for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if re.match(r"(cdef|cpdef|ctypedef) .*(class|struct|union)\b.*:", line):
+                block = True
+            elif line and not line[0].isspace():
+                block = False
+            # A field: no parenthesis of a method, nothing below the level of the class.
+            elif (
+                block
+                and re.match(r"    (cdef |[\w_]+\*? \*?[\w_, *]+(\[\w+\])?$)", line)
+                and "(" not in line.split("#")[0]
+            ):
+                fields += 1
+                if "#" not in line and "#" not in path.read_text(encoding="utf-8").splitlines()[n - 2]:
+                    silent.append(f"{path.name}, line {n}: {line.strip()}")
+    assert fields > 300
+    assert silent == []
 
 
 def test_no_function_is_long() -> None:

@@ -144,7 +144,7 @@ class Slots(RuleBasedStateMachine):
             for slot in sorted(self.mover.jobs):
                 if prefetches_land or slot in lease.held:
                     self.mover.land(slot)
-            self._handed(lease, self.core.next_ready(lease.step))
+            self._handed(lease, self.core.dispatcher.next_ready(lease.step))
             self._finish(lease)
             self.core.release(self.leases.pop().step)
             self.check_all()
@@ -166,7 +166,7 @@ class Slots(RuleBasedStateMachine):
         """Ask for the next item of a lease; when nothing is there, let a copy land or look for slots."""
         lease = data.draw(st.sampled_from(self.leases))
         self._finish(lease)
-        i = self.core.next_ready(lease.step)
+        i = self.core.dispatcher.next_ready(lease.step)
         if i >= 0:
             self._handed(lease, i)
         elif waiting:
@@ -275,7 +275,7 @@ class Slots(RuleBasedStateMachine):
         i, lease.taken = lease.taken, -1
         slot = lease.step.item(i)[1]
         before, generation = lease.step.slot_list(), lease.held[slot]
-        if self.core.finish(lease.step, i):
+        if self.core.dispatcher.finish(lease.step, i):
             if self.core.slots.generations[slot] != generation:
                 # The next wave goes through a slot that only this lease holds.
                 assert not any(other.held.get(slot) == generation for other in self.leases if other is not lease)
@@ -290,10 +290,10 @@ class Slots(RuleBasedStateMachine):
 
     def _retry(self, lease: OpenLease) -> None:
         if not lease.step.deferred:
-            assert not self.core.retry(lease.step)
+            assert not self.core.dispatcher.retry(lease.step)
             return
         before = lease.step.slot_list()
-        found = self.core.retry(lease.step)
+        found = self.core.dispatcher.retry(lease.step)
         # What it has computed is let go; failed ones are still held, by their pins.
         done = [lease.step.item(i)[1] for i in range(lease.step.unique) if lease.step.item(i)[0] in lease.handed]
         for slot in done:
@@ -422,7 +422,7 @@ def test_everything_pinned_hands_out_no_slot_and_recovers() -> None:
     run_step(core, first)
     second = call_route(core, request, 0, [[2]])
     assert (second.deferred, second.slot_list(), second.plan.empty) == (1, [-1], True)
-    assert not core.retry(second)
+    assert not core.dispatcher.retry(second)
     assert core.slots.pinned_experts() == [(0, 0), (0, 1)]
     core.release(first)
     assert run_step(core, second) == [2]
@@ -488,7 +488,7 @@ def test_an_expert_waiting_for_a_slot_never_gets_a_second_one() -> None:
     run_step(core, first)
     core.release(first)
     assert run_step(core, third) == [5]
-    assert core.retry(second)
+    assert core.dispatcher.retry(second)
     assert second.plan.empty
     assert run_step(core, second) == [5]
     assert core.slots.occupants.tolist().count(5) == 1
@@ -565,7 +565,7 @@ def skewed(core: Any, tokens: int, seed: int = 0, late: bool = False) -> None:
 
 def run_demanded(core: Any, step: Any) -> None:
     while step.done < step.unique:
-        core.finish(step, core.next_ready(step))
+        core.dispatcher.finish(step, core.dispatcher.next_ready(step))
 
 
 @pytest.mark.failure("60")
@@ -617,7 +617,7 @@ def test_a_lease_never_finishes_what_it_was_not_given() -> None:
     step = call_route(core, core.begin_request(), 0, [[0], [1], [2], [3]])
     deferred = [i for i, slot in enumerate(step.slot_list()) if slot < 0]
     with pytest.raises(LeaseError):
-        core.finish(step, deferred[0])
+        core.dispatcher.finish(step, deferred[0])
 
 
 # After a resize

@@ -3,6 +3,7 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
+from moecache._decide.dispatch cimport Dispatcher
 from moecache._decide.estimates cimport Estimates
 from moecache._decide.evict cimport Evictor
 from moecache._decide.history cimport HistoryStore
@@ -22,12 +23,12 @@ cdef class Core:
     cdef readonly Evictor evictor           # which to evict
     cdef readonly Prefetcher prefetcher     # which to fetch ahead
     cdef readonly OpenSteps open_steps      # whose slots are pinned
+    cdef readonly Dispatcher dispatcher     # which slots a step's experts get, and which is handed out next
     cdef readonly object layer_demands      # int64 array [L]: distinct experts of a layer's steps
     cdef readonly object layer_hits         # int64 array [L]: of them, those that were there
     cdef readonly int64_t demands           # distinct experts of all steps
     cdef readonly int64_t hits              # of them, those that were there
     cdef readonly int64_t misses            # of them, those that were not
-    cdef readonly int64_t waves             # steps that needed more experts than there were slots
     cdef readonly int64_t finished          # requests that ended
     cdef readonly bint frozen               # no step begins but in a thread that has one open
     cdef readonly bint closed               # nothing begins any more
@@ -45,7 +46,6 @@ cdef class Core:
 
     cdef int observe(self, RequestState request, Step step) except -1
     cdef int admit(self, Step step, RequestState request) except -1
-    cdef int serve(self, Step step) except -1
     cdef void share_estimates(self, Core leader) noexcept
     cdef int _end_request(self, RequestState request, bint keep) except -1
     cdef int _end_late(self, RequestState request) except -1
@@ -53,5 +53,3 @@ cdef class Core:
     cdef void _refresh_all(self) noexcept
     cdef void _predict_all(self, RequestState request) noexcept
     cdef int _decide(self, RequestState request, Step step) except -1
-    cdef int _join(self, Step step) except -1
-    cdef int _give(self, Step step, int i, int32_t slot) except -1

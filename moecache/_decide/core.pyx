@@ -13,14 +13,15 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uintptr_t
 from moecache.errors import ClosedError, LeaseError, RoutingError, refuse_copy
 
 from moecache._decide.arrays cimport address_of
+from moecache._decide.dispatch cimport Dispatcher
 from moecache._decide.estimates cimport Estimates
 from moecache._decide.evict cimport EXPECTED_NEXT_USE, Evictor
 from moecache._decide.history cimport HistoryStore
 from moecache._decide.prefetch cimport Prefetcher
 from moecache._decide.request cimport Hints, RequestState
 from moecache._decide.slots cimport PrefetchLedger, SlotTable
-from moecache._decide.step cimport DEFERRED, DONE, TAKEN, WAITING, OpenSteps, Step
-from moecache._decide.sync cimport moe_load_acquire, moe_now_ns
+from moecache._decide.step cimport OpenSteps, Step
+from moecache._decide.sync cimport moe_now_ns
 
 
 @cython.final
@@ -61,6 +62,7 @@ cdef class Core:
         self.evictor = Evictor(self.slots, self.estimates, policy, score)
         self.prefetcher = Prefetcher(self.evictor, store.transitions, prefetch and policy != "belady", policy == "moe-infinity")
         self.open_steps = OpenSteps(self.slots)
+        self.dispatcher = Dispatcher(self.evictor, self.open_steps)
         self.layer_demands, self.layer_hits = (np.zeros(store.layout.num_layers, np.int64) for _ in range(2))
         self.demands_of, self.hits_of = (
             <int64_t *> address_of(self.layer_demands), <int64_t *> address_of(self.layer_hits))
@@ -266,7 +268,7 @@ cdef class Core:
             self.open_steps.open(step, request, request.account)
             if step.unique:
                 self.admit(step, request)
-                self.serve(step)
+                self.dispatcher.serve(step)
                 if step.decode:
                     self.prefetcher.plan(request, step)
             request.record(step)
@@ -290,12 +292,7 @@ cdef class Core:
     cdef int admit(self, Step step, RequestState request) except -1:
         """Classify every expert against the cache as it stood, and pin those already there so that none can be a victim
         of its own step."""
-        cdef int i
-        for i in range(step.unique):
-            step.state[i] = DEFERRED
-        step.deferred = step.unique
-        step.hits = self._join(step)
-        step.missing = step.unique - step.hits
+        self.dispatcher.admit(step)
         self.prefetcher.settle(request.account.number, step)
         self.slots.ledger.needed(step.missing)
         self.demands += step.unique
@@ -306,138 +303,6 @@ cdef class Core:
         request.account.demands += step.unique
         request.account.hits += step.hits
         return 0
-
-    cdef int _join(self, Step step) except -1:
-        # Pin those of the step's experts without a slot that have one in the table, be it that another request brought them
-        # since. Returns how many of them are complete.
-        cdef SlotTable slots = self.slots
-        cdef int i, complete = 0
-        cdef int32_t gid, slot
-        cdef bint there
-        for i in range(step.unique):
-            gid = self.layout.offset[step.layer] + step.experts[i]
-            slot = slots.slot_of[gid]
-            if step.state[i] != DEFERRED or slot < 0:
-                continue
-            if slots.has_failed(slot):
-                slots.discard(slot)
-                continue
-            there = slots.is_complete(slot)
-            if not there:
-                step.plan.fetch(gid, slot, slots.generation[slot])
-            step.pin(i, slot, slots.generation[slot])
-            slots.pins[slot] += 1
-            complete += there
-            slots.use_speculative(slot, there)
-        return complete
-
-    cdef int serve(self, Step step) except -1:
-        """Give a slot to every missing expert, or, in a step too large for the pool, to as many as there are slots."""
-        cdef int32_t n, j
-        cdef int i
-        if step.deferred == 0:
-            return 0
-        n = self.evictor.claim(self.slots.group_of[step.layer], step.deferred, step.layer)
-        for j in range(n):
-            i = step.next_deferred(n < step.deferred + j)
-            self._give(step, i, self.evictor.found.slots[j])
-        if step.deferred:
-            self.waves += 1
-            step.choose_scratch()
-        return 0
-
-    cdef int _give(self, Step step, int i, int32_t slot) except -1:
-        cdef int32_t gid = self.layout.offset[step.layer] + step.experts[i]
-        self.evictor.assign(slot, gid, step.plan)
-        self.slots.pins[slot] = 1
-        step.pin(i, slot, self.slots.generation[slot])
-        return step.plan.fetch(gid, slot, self.slots.generation[slot])
-
-    def next_ready(self, Step step):
-        """Position of an expert whose bytes are there and that was not handed out yet, or -1."""
-        cdef int i
-        for i in range(step.first_open, step.unique):
-            if step.state[i] != WAITING or not step.due(i):
-                continue
-            if moe_load_acquire(&self.slots.completed[step.slot[i]]) == step.generation[i]:
-                step.state[i] = TAKEN
-                if step.handed_out_ns == 0:
-                    step.handed_out_ns = moe_now_ns()
-                return i
-        return -1
-
-    def put_back(self, Step step, int kept):
-        """Experts that were handed out and, as an exception came between, never arrived are to be handed out again; but
-        `kept`."""
-        cdef int i
-        for i in range(step.unique):
-            if step.state[i] == TAKEN and i != kept:
-                step.state[i] = WAITING
-
-    def finish(self, Step step, int i):
-        """The expert at position `i` has been computed. True when `step.plan` has new fetches for a later wave.
-
-        Raises
-        ------
-        LeaseError
-            It was not handed out, or is done already.
-        """
-        cdef int j
-        if not 0 <= i < step.unique or step.state[i] != TAKEN:
-            raise LeaseError(f"position {i} of this step was not handed out, or is done already")
-        step.state[i] = DONE
-        step.done += 1
-        while step.first_open < step.unique and step.state[step.first_open] == DONE:
-            step.first_open += 1
-        if not step.deferred or not step.scratch[i]:
-            return False
-        self.open_steps.begin_decision()
-        try:
-            step.plan.clear()
-            self._join(step)
-            if step.deferred and self.slots.pins[step.slot[i]] == 1:   # no other lease reads the slot
-                j = step.next_deferred(not step.in_order)
-                self._give(step, j, step.slot[i])
-                step.scratch[j] = 1
-            step.plan.export()
-        finally:
-            self.open_steps.end_decision()
-        return not step.plan.empty
-
-    def retry(self, Step step):
-        """Look again for slots for experts without one. True when some got one; what to fetch for them is in `step.plan`.
-
-        Called when nothing of the step is under way. The slots of what it has computed are unpinned first: a lease that waits
-        for others while they wait for it would never end.
-
-        Raises
-        ------
-        LeaseError
-            The step has ended.
-        """
-        cdef int32_t n, j
-        cdef int i, before = step.deferred
-        if not step.deferred:
-            return False
-        if not step.open:
-            raise LeaseError(f"layer {step.layer}: this lease has ended")
-        if step.request is not None:
-            self.evictor.current = <RequestState> step.request   # another thread may have routed the last step
-        self.open_steps.begin_decision()
-        try:
-            step.plan.clear()
-            if step.unpin_done(self.slots):
-                self.open_steps.notify()
-            self._join(step)
-            n = self.evictor.claim(self.slots.group_of[step.layer], min(step.deferred, max(2, step.k)), step.layer)
-            for j in range(n):
-                i = step.next_deferred(not step.in_order)
-                self._give(step, i, self.evictor.found.slots[j])
-                step.scratch[i] = 1
-            step.plan.export()
-        finally:
-            self.open_steps.end_decision()
-        return step.deferred < before
 
     def release(self, Step step):
         """Unpin the step's slots. Harmless when called twice."""
@@ -508,7 +373,7 @@ cdef class Core:
         self.requests, self.request_number, self.at_layer = old.requests, old.request_number, old.at_layer
         self.layer_demands[:], self.layer_hits[:] = old.layer_demands, old.layer_hits
         self.demands, self.hits, self.misses = old.demands, old.hits, old.misses
-        self.waves, self.finished, self.routed_tokens = old.waves, old.finished, old.routed_tokens
+        self.dispatcher.waves, self.finished, self.routed_tokens = old.dispatcher.waves, old.finished, old.routed_tokens
         self.deciding_ns, self.requests_ns, self.open_steps.computing_ns = (
             old.deciding_ns, old.requests_ns, old.open_steps.computing_ns)
         self.stall_ns, self.slot_wait_ns = old.stall_ns, old.slot_wait_ns
@@ -534,7 +399,7 @@ cdef class Core:
         for request in self.requests:
             requests_ns += request.account.last_ns - request.account.begun_ns
         return {"demands": self.demands, "hits": self.hits, "misses": self.misses, "evictions": self.slots.evictions,
-                "waves": self.waves, "steps": self.slots.steps, "tokens": self.routed_tokens, "requests": self.finished,
+                "waves": self.dispatcher.waves, "steps": self.slots.steps, "tokens": self.routed_tokens, "requests": self.finished,
                 "deciding_ns": self.deciding_ns, "computing_ns": self.open_steps.computing_ns, "stall_ns": self.stall_ns,
                 "slot_wait_ns": self.slot_wait_ns, "requests_ns": requests_ns,
                 **self.slots.ledger.counters()}
@@ -545,7 +410,7 @@ cdef class Core:
         cdef int64_t now = moe_now_ns()
         for request in self.requests:
             request.account.begun_ns = request.account.last_ns = now
-        self.demands = self.hits = self.misses = self.waves = self.finished = self.routed_tokens = 0
+        self.demands = self.hits = self.misses = self.dispatcher.waves = self.finished = self.routed_tokens = 0
         self.deciding_ns = self.stall_ns = self.slot_wait_ns = self.requests_ns = 0
         self.open_steps.computing_ns = 0
         self.layer_demands[:] = 0

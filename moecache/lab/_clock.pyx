@@ -63,11 +63,11 @@ cdef class LinkClock:
         cdef double asked
         self._submit(step.plan)
         while step.done < step.unique:
-            i = core.next_ready(step)
+            i = core.dispatcher.next_ready(step)
             if i >= 0:
                 self.now += self.expert_s
                 self._advance(core, self.now)
-                if core.finish(step, i):
+                if core.dispatcher.finish(step, i):
                     self._submit(step.plan)
                 continue
             asked = self.now

@@ -154,7 +154,7 @@ cdef class Replay:
                 step.rewind()
                 step.plan.clear()
             core.admit(step, request)
-            core.serve(step)
+            core.dispatcher.serve(step)
             self.hit_view[c, self.request[f]] += step.hits
             if self.clock is None:
                 land(core, step)
@@ -195,12 +195,12 @@ cdef int compute(Core core, Step step) except -1:
     cdef int i, n = 0
     queue = [i for i in range(step.unique) if step.state[i] == WAITING and not core.slots.is_complete(step.slot[i])]
     while step.done < step.unique:
-        i = core.next_ready(step)
+        i = core.dispatcher.next_ready(step)
         if i < 0:
             i = queue[n]
             n += 1
             core.slots.completed[step.slot[i]] = step.generation[i]
             continue
-        if core.finish(step, i):
+        if core.dispatcher.finish(step, i):
             queue += [j for j in range(step.unique) if step.state[j] == WAITING and j not in queue]
     return 0
