@@ -38,6 +38,7 @@ class Request:
         while (state := shared.runtime.core.begin_request()) is None:
             shared.follow(began)
         self._state: RequestState = state
+        self._account = state.account
         shared.files.begun(state)
         self._decoded_at = 0.0
         self._waited_before_ns = 0  # for bytes or a slot, up to the last step of the completion
@@ -174,7 +175,7 @@ class Request:
     def _time(self, decode: bool) -> None:
         # From one step of the completion to the next, less what this request waited for bytes.
         now = time.perf_counter() if decode else 0.0
-        waited_ns = self._state.account.stall_ns + self._state.account.slot_wait_ns
+        waited_ns = self._account.stall_ns + self._account.slot_wait_ns
         if decode and self._decoded_at:
             waited_s = (waited_ns - self._waited_before_ns) / 1e9
             self._shared.runtime.report_pace(now - self._decoded_at - waited_s)
