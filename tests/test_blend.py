@@ -96,26 +96,26 @@ def fitted(known: Trace) -> Forecaster:
     return fit(known, settings=SMALL, max_tokens=100).forecaster
 
 
-def test_other_traffic(known: Trace, played: Trace, fitted: Forecaster) -> None:
+def test_weights_fitted_to_other_traffic_cost_next_to_nothing(known: Trace, played: Trace, fitted: Forecaster) -> None:
     assert gained(fitted, played).min() > -MOST_LOST
     assert gained(fitted, played, known).min() > -MOST_LOST
 
 
-def test_shuffled_tokens(known: Trace, played: Trace) -> None:
+def test_weights_fitted_to_shuffled_tokens_cost_next_to_nothing(known: Trace, played: Trace) -> None:
     forecaster = fit(shuffled(known), settings=SMALL, max_tokens=100).forecaster
     assert gained(forecaster, played).min() > -MOST_LOST
 
 
 @pytest.mark.parametrize("scale", [0.2, 1, 5])
-def test_noise(played: Trace, scale: float) -> None:
+def test_weights_of_noise_cost_next_to_nothing(played: Trace, scale: float) -> None:
     assert gained(noise(played, scale), played).min() > -MOST_LOST
 
 
-def test_the_opposite(played: Trace, fitted: Forecaster) -> None:
+def test_weights_that_say_the_opposite_cost_next_to_nothing(played: Trace, fitted: Forecaster) -> None:
     assert gained(contrary(fitted), played).min() > -MOST_LOST
 
 
-def test_what_fits_is_believed(fitted: Forecaster) -> None:
+def test_weights_that_fit_keep_their_gain(fitted: Forecaster) -> None:
     # The same seed draws the same subjects, other requests.
     same = requests(follows(36, 150, WIDE), np.arange(12, 36))
     assert gained(fitted, same).max() > MOST_LOST
@@ -132,13 +132,15 @@ def domains() -> tuple[Trace, Trace]:
 
 
 @pytest.mark.parametrize("alter", [lambda trace: trace, shuffled], ids=["other domains", "shuffled"])
-def test_fitted_to_something_else(domains: tuple[Trace, Trace], alter: Callable[[Trace], Trace]) -> None:
+def test_weights_fitted_to_other_or_shuffled_domains_cost_next_to_nothing(
+    domains: tuple[Trace, Trace], alter: Callable[[Trace], Trace]
+) -> None:
     learned, asked = domains
     forecaster = fit(alter(learned), settings=QUICK, max_tokens=10).forecaster
     for gain in (gained(forecaster, asked), gained(forecaster, asked, learned)):
         assert gain.min() > -MOST_LOST
 
 
-def test_noise_on_a_real_trace(domains: tuple[Trace, Trace]) -> None:
+def test_weights_of_noise_cost_next_to_nothing_on_a_real_trace(domains: tuple[Trace, Trace]) -> None:
     learned, asked = domains
     assert gained(noise(asked), asked, learned).min() > -MOST_LOST
