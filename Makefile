@@ -13,7 +13,7 @@ PEERS := $(VENV)/.bench-peers
 NATIVE := $(foreach kind,pyx pxd pxi h,$(wildcard moecache/*.$(kind) moecache/*/*.$(kind)))
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-processors sanitize soak interrupts fuzz bench lint format wheel clean distclean
+.PHONY: help install demo test matrix test-processors sanitize soak interrupts fuzz bench lint format wheel clean distclean
 
 # Of `make soak` in all; of `make fuzz` for each target.
 SECONDS ?= 1800
@@ -24,6 +24,7 @@ WORKERS ?= 4
 help:
 	@echo "make demo    text from the tiny model, three quarters of its experts on disk, checked against the resident model"
 	@echo "make test    the tests, WORKERS=$(WORKERS) processes at most, with short forms of the four that follow"
+	@echo "make matrix  every model family in every way of loading; writes docs/guide/models.md"
 	@echo "make test-processors    the parity tests with each instruction set that MKL, oneDNN and torch can be held to"
 	@echo "make sanitize    the compiled modules under gcc's address, undefined behaviour and thread sanitizers"
 	@echo "make soak    SECONDS=$(SECONDS) of everything at once: threads, interrupts, resizes, failing copies, forks; nothing may grow"
@@ -57,6 +58,9 @@ demo: $(BUILT)
 # A file's tests stay in one process: what they share is made once.
 test: $(BUILT)
 	$(BIN)/python -m pytest -n auto --maxprocesses $(WORKERS) --dist loadfile
+
+matrix: $(BUILT)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/matrix.py
 
 # Values that are tried one by one; what each library would choose by itself is what `make test` runs.
 PROCESSORS := MKL_CBWR=COMPATIBLE MKL_CBWR=AVX2 ONEDNN_MAX_CPU_ISA=SSE41 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=default

@@ -160,3 +160,99 @@ def left_padded(rows: int = 4, longest: int = 9, vocab: int = 96) -> tuple[torch
 def continued(model: PreTrainedModel, past: Any) -> dict[str, Any]:
     """The keyword under which this version of transformers takes a key-value cache."""
     return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": past}
+
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 6),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts"), 1),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
+    "shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "moe_layer_start_index": 0,
+    "moe_layer_end_index": -1,
+    "num_nextn_predict_layers": 0,
+}
+# Those whose configuration takes the sizes above as they are; the classes of all others are checked above.
+WHOLE_MODELS = [
+    "afmoe",
+    "aria_text",
+    "axk1",
+    "cohere2_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "dots1",
+    "ernie4_5_moe",
+    "exaone_moe",
+    "flex_olmo",
+    "glm4_moe",
+    "gpt_oss",
+    "granitemoe",
+    "granitemoe_swa",
+    "granitemoeshared",
+    "hunyuan_v1_moe",
+    "hy_v3",
+    "hy_v4",
+    "kolibri1",
+    "laguna",
+    "lara_mini",
+    "mellum",
+    "mimo_v2_flash",
+    "minimax",
+    "minimax_m2",
+    "mixtral",
+    "olmoe",
+    "phimoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "solar_open",
+]
+
+
+def build_small(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A model of a family of WHOLE_MODELS, or of OWN_FORWARD."""
+    torch.manual_seed(0)
+    if family in OWN_FORWARD:
+        cls, changes = OWN_FORWARD[family]()
+        model = cls(cls.config_class(**changes)).eval()
+    else:
+        config = transformers.CONFIG_MAPPING[family]
+        known = {*inspect.signature(config.__init__).parameters, *getattr(config, "attribute_map", {})}
+        sizes = {name: size for name, size in SMALL.items() if name in known}
+        model = transformers.AutoModelForCausalLM.from_config(config(**sizes)).eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dim() > 1:
+                param.normal_(0.0, 0.2)
+    return model.to(dtype)
+
+
+def _step3p7() -> tuple[Any, dict[str, Any]]:
+    from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
+
+    sizes = {name: SMALL[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size")}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "n_routed_experts": 6}
+    sizes |= {"num_experts_per_tok": 2, "share_expert_dim": 16, "num_hidden_layers": 3, "pad_token_id": 0}
+    layers = {"mlp_layer_types": ["dense", "sparse", "sparse"], "layer_types": ["full_attention"] * 3}
+    return Step3p7TextModel, {**sizes, **layers, "sliding_window": 8, "max_position_embeddings": 64}
+
+
+# Families whose experts compute by a forward of their own, which no experts implementation replaces.
+OWN_FORWARD = {"step3p7": _step3p7}

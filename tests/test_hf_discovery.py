@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import re
@@ -11,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf_families import aligned
-from transformers import AutoModelForCausalLM
+from hf_families import SMALL, WHOLE_MODELS, aligned, build_small
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import moecache
 import moecache.hf
 from moecache.bank import ParamSpec
-from moecache.errors import UnsupportedModelError
+from moecache.errors import AttachError, UnsupportedModelError
 from moecache.hf.discovery import discover
 from moecache.hf.trials import choose_form
 
@@ -97,70 +97,6 @@ def test_class_of_an_unknown_form_runs_through_its_own_forward() -> None:
         choose_form(module, specs, torch.device("cpu"))
 
 
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 6),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts"), 1),
-    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
-    "shared_expert_intermediate_size": 16,
-    "shared_intermediate_size": 16,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "moe_layer_start_index": 0,
-    "moe_layer_end_index": -1,
-    "num_nextn_predict_layers": 0,
-}
-# Those whose configuration takes the sizes above as they are; the classes of all others are checked above.
-WHOLE_MODELS = [
-    "afmoe",
-    "aria_text",
-    "axk1",
-    "cohere2_moe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "dots1",
-    "ernie4_5_moe",
-    "exaone_moe",
-    "flex_olmo",
-    "glm4_moe",
-    "gpt_oss",
-    "granitemoe",
-    "granitemoe_swa",
-    "granitemoeshared",
-    "hunyuan_v1_moe",
-    "hy_v3",
-    "hy_v4",
-    "kolibri1",
-    "laguna",
-    "lara_mini",
-    "mellum",
-    "mimo_v2_flash",
-    "minimax",
-    "minimax_m2",
-    "mixtral",
-    "olmoe",
-    "phimoe",
-    "qwen2_moe",
-    "qwen3_moe",
-    "solar_open",
-]
-
-
 @pytest.mark.failure("70")
 @pytest.mark.parametrize("family", WHOLE_MODELS)
 @torch.no_grad()
@@ -168,15 +104,7 @@ WHOLE_MODELS = [
 def test_whole_model(family: str) -> None:
     if family not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    cls = transformers.CONFIG_MAPPING[family]
-    known = {*inspect.signature(cls.__init__).parameters, *getattr(cls, "attribute_map", {})}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        cls(**{name: size for name, size in SMALL.items() if name in known})
-    ).eval()
-    for param in model.parameters():
-        if param.dim() > 1:
-            param.normal_(0.0, 0.2)
+    model = build_small(family)
     aligned(model)
     ids = torch.randint(3, 60, (2, 6))
     expected = {}
@@ -216,3 +144,51 @@ def test_language_experts_of_a_multimodal_model() -> None:
         assert cache.bank.layer_names == tuple(f"model.language_model.layers.{n}.mlp.experts" for n in range(2))
         assert torch.equal(model(ids).logits, expected)
     assert cache.stats().evictions > 0
+
+
+@pytest.mark.failure("70", "72")
+def test_a_class_that_computes_by_itself(tmp_path: Path) -> None:
+    """It does not dispatch, but is called as those are that do: it asks for the cache from then on, and only if attached."""
+    model = aligned(build_small("step3p7"))
+    ids = torch.randint(3, 60, (2, 6))
+    with torch.no_grad():
+        expected = model(ids).last_hidden_state
+        model.save_pretrained(tmp_path)
+        kept_out = aligned(type(model).from_pretrained(tmp_path, experts_implementation="moecache"))
+        with pytest.raises(AttachError, match=r"the experts of this Step3p7Experts are not in memory; .*attach"):
+            kept_out(ids)
+        for attached, bank in ((model, "ram"), (kept_out, "disk")):
+            with pytest.raises(AttachError, match=r"Step3p7Experts computes by itself.*expected .*'eager' or None"):
+                moecache.attach(attached, 3, experts_implementation="grouped_mm")
+            cache = moecache.attach(attached, 3)
+            assert cache.bank.location == bank
+            twin = copy.deepcopy(attached)
+            for _ in range(2):
+                assert torch.equal(attached(ids).last_hidden_state, expected)
+                assert torch.equal(twin(ids).last_hidden_state, expected)
+            assert cache.stats().evictions > 0
+            moecache.detach(attached)
+        assert torch.equal(model(ids).last_hidden_state, expected)
+
+
+# Sizes of models whose experts cannot be paged, and what is said of them.
+CANNOT = {
+    "llama4_text": ({"num_local_experts": 4, "intermediate_size_mlp": 16}, "computes every expert for every token"),
+    "jetmoe": ({"num_local_experts": 4, "kv_channels": 8}, "once for each of two projections"),
+    "doge": ({"is_moe": True, "num_experts": 16}, "looks up as embeddings"),
+}
+
+
+@pytest.mark.failure("72", "108")
+@pytest.mark.parametrize("family", CANNOT)
+def test_families_that_cannot_be_paged_are_refused_by_name(family: str) -> None:
+    changes, reason = CANNOT[family]
+    cls = transformers.CONFIG_MAPPING[family]
+    known = {*inspect.signature(cls.__init__).parameters, *getattr(cls, "attribute_map", {})}
+    config = cls(**{name: size for name, size in {**SMALL, **changes}.items() if name in known})
+    model = transformers.AutoModel.from_config(config)
+    before = {name: param.data_ptr() for name, param in model.named_parameters()}
+    with pytest.raises(UnsupportedModelError, match=rf"has experts that moecache cannot page: .*{reason}"):
+        moecache.attach(model, 3)
+    assert {name: param.data_ptr() for name, param in model.named_parameters()} == before
+    assert not hasattr(model, "moecache")

@@ -303,7 +303,7 @@ def _device(model: nn.Module) -> torch.device:
 
 def _top_k(layers: list[ExpertsLayer]) -> int | None:
     """Experts per token as the configuration has it; the most of any layer where it differs."""
-    values = [value for layer in layers if (value := _experts_per_token(layer.module.config)) is not None]
+    values = [value for layer in layers if (value := _experts_per_token(layer.config)) is not None]
     return max(values) if len(values) == len(layers) else None
 
 

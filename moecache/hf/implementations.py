@@ -44,7 +44,12 @@ def implementations_of(
     owners = {id(m.config): m for m in model.modules() if isinstance(m, PreTrainedModel)}
     names = []
     for layer in layers:
-        config: Any = layer.module.config
+        config: Any = layer.config
+        if layer.own and asked not in (None, "eager"):
+            raise AttachError(
+                f"{layer.name}: {type(layer.module).__name__} computes by itself, whatever the implementation: expected "
+                f"experts_implementation='eager' or None, not {asked!r}"
+            )
         name = asked or config._experts_implementation
         if name == NAME and (own or any(param.is_meta for param in layer.params.values())):
             name = owners.get(id(config), model).get_correct_experts_implementation(None)  # type: ignore[operator]
@@ -76,7 +81,8 @@ class Implementations:
         choose: Callable[[list[str]], list[AnyForm]],
     ) -> None:
         self._choose = choose
-        self._layers = [id(layer.module.config) for layer in layers]
+        self._layers = [id(layer.config) for layer in layers]
+        self._own = [layer.own for layer in layers]
         self._names = dict(zip(self._layers, names, strict=True))
         self._chosen: dict[tuple[str, ...], list[AnyForm]] = {}
         self.forms = self._forms_for(self._names)
@@ -85,7 +91,7 @@ class Implementations:
             # What generate() switches to there must not be refused in the middle of a text.
             self._forms_for({key: name.replace("grouped_mm", "batched_mm") for key, name in self._names.items()})
         self._models: list[Any] = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-        configs: list[Any] = [*(m.config for m in self._models), *(layer.module.config for layer in layers)]
+        configs: list[Any] = [*(m.config for m in self._models), *(layer.config for layer in layers)]
         self._configs = {id(config): config for config in configs}
         self._before = {key: config._experts_implementation for key, config in self._configs.items()}
 
@@ -123,7 +129,7 @@ class Implementations:
         return result
 
     def _forms_for(self, names: dict[int, str]) -> list[AnyForm]:
-        wanted = [names[key] for key in self._layers]
+        wanted = ["eager" if own else names[key] for key, own in zip(self._layers, self._own, strict=True)]
         if tuple(wanted) not in self._chosen:
             self._chosen[tuple(wanted)] = self._choose(wanted)
         return self._chosen[tuple(wanted)]

@@ -335,8 +335,7 @@ def _tell_whole(model: nn.Module, layers: Sequence[ExpertsLayer], reason: str) -
     _log.warning("experts are not kept out but loaded into memory, %s bytes: %s", f"{nbytes:,}", reason)
     for layer, name in zip(layers, implementations_of(model, layers, own=True), strict=True):
         layer.module.__dict__[_WHOLE] = reason
-        config: Any = layer.module.config
-        config._experts_implementation_internal = name
+        layer.config._experts_implementation_internal = name
 
 
 def _locate(
