@@ -1,4 +1,4 @@
-"""Plain references for the deciding room: NumPy in float64, dicts, one token at a time. Nothing imports ``_core``."""
+"""Plain references for the deciding part: NumPy in float64, dicts, one token at a time. Nothing imports ``_core``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PRIOR_TOKENS = 16.0
 TRANSITION_PRIOR = 8.0
 MAX_SUCCESSION = 128
 
-# The compiled room keeps chances in float32: two scores closer than this are the same to it, whatever float64 says. Shares near 1
+# The compiled core keeps chances in float32: two scores closer than this are the same to it, whatever float64 says. Shares near 1
 # lose most: of 1 - 0.9998 three digits are left.
 CLOSE = 2e-3
 
@@ -86,7 +86,7 @@ class HistoryReference:
         return sorted(keys, key=lambda i: (-keys[i], sign * self.written[i]))
 
     def replaceable(self, counts: Counts) -> int:
-        """The entry that a full store gives up for `counts`: the most similar, the oldest of equal ones."""
+        """The entry that a full store evicts for `counts`: the most similar, the oldest of equal ones."""
         return next(iter(self.ranked(counts, oldest_first=True)), int(np.argmin(self.written)))
 
     def add(self, prompt: Counts, decode: Counts, tokens: int) -> int:
@@ -414,7 +414,7 @@ class SlotTable:
         return sorted({self.layout.offset[layer] + e for row in ids for e in row if e >= 0})
 
     def victims(self, step: Sequence[int], candidates: Sequence[int], wanted: int, score: Score) -> list[int]:
-        """Residents to give up, best first: largest score, longest unused, lowest slot; never one of the step."""
+        """Residents to evict, best first: largest score, longest unused, lowest slot; never one of the step."""
         free = [gid for gid in candidates if gid in self.slots and gid not in step]
         return sorted(free, key=lambda gid: (-score(gid), self.last[gid], self.slots[gid]))[:wanted]
 
@@ -479,7 +479,7 @@ def call_route(
     ids: Any,
     decode: bool | None = None,
     counted: Sequence[bool] | None = None,
-    sentinel: int = -1,
+    padding_id: int = -1,
 ) -> Any:
     """`Core.route` with an array instead of an address."""
     array = np.asarray(ids, np.int64 if not isinstance(ids, np.ndarray) else None)
@@ -496,7 +496,7 @@ def call_route(
         column,
         array.shape[0] == 1 if decode is None else decode,
         0 if mask is None else mask.ctypes.data,
-        sentinel,
+        padding_id,
     )
 
 

@@ -38,7 +38,7 @@ def make_core(
     slots: int | list[int] | None = None,
     *,
     policy: str = "lru",
-    kinds: list[int] | None = None,
+    groups: list[int] | None = None,
     prefetch: bool = False,
     history: int = 8,
     top_k: int = 2,
@@ -49,7 +49,7 @@ def make_core(
     per_kind = [sum(num_experts)] if slots is None else slots if isinstance(slots, list) else [slots]
     return Core(
         store,
-        np.array(kinds or [0] * len(num_experts), np.int32),
+        np.array(groups or [0] * len(num_experts), np.int32),
         np.array(per_kind, np.int32),
         np.zeros(sum(per_kind), np.int32),
         policy,
@@ -116,7 +116,7 @@ def test_counts_above_a_byte_and_above_sixteen_bits(
 
 
 @pytest.mark.failure("59")
-def test_a_full_store_gives_up_the_most_similar_entry() -> None:
+def test_a_full_store_evicts_the_most_similar_entry() -> None:
     store = HistoryStore(np.array([4, 4], np.int32), 3)
     nothing = np.zeros(8, np.int64)
     entries = np.eye(8, dtype=np.int64)[[0, 2, 5]] * 10
@@ -151,8 +151,8 @@ def test_the_best_matches_of_many_entries(seed: int, stored: int, largest: int) 
     # More entries than one block of the scan, few distinct ones among them, so that many are equally similar.
     rng = np.random.default_rng(seed)
     store, reference = HistoryStore(np.array([7, 5], np.int32), stored), HistoryReference((7, 5), stored)
-    kinds = rng.integers(0, largest, (max(2, stored // 4), 12)) * (rng.random((max(2, stored // 4), 12)) < 0.5)
-    for counts in kinds[rng.integers(0, len(kinds), stored)]:
+    patterns = rng.integers(0, largest, (max(2, stored // 4), 12)) * (rng.random((max(2, stored // 4), 12)) < 0.5)
+    for counts in patterns[rng.integers(0, len(patterns), stored)]:
         nothing = np.zeros_like(counts)
         assert store.add(counts, nothing, 1) == reference.add(counts, nothing, 1)
     match, counts = RunningMatch(store), np.zeros(12, np.int64)
@@ -266,7 +266,7 @@ def check_estimates(core: Core, estimates: Estimates) -> None:
     reference.weights[:] = learned.counts
     reference.curvature[:] = curvature + np.tril(curvature, -1).transpose(0, 2, 1)
     np.testing.assert_allclose(core.estimates.probability, estimates.chance, rtol=RELATIVE)
-    # A wait is the inverse of an index that is as exact as the hazards; near 0 it is a difference.
+    # A reuse time is the inverse of an index that is as exact as the hazards; near 0 it is a difference.
     layers = estimates.layout.layers
     np.testing.assert_allclose(
         core.estimates.reuse_times / layers + 1, estimates.reuse_time / layers + 1, rtol=RELATIVE
@@ -580,14 +580,14 @@ def test_padding_is_neither_loaded_nor_counted() -> None:
 
 
 @pytest.mark.failure("38")
-def test_a_sentinel_counts_as_padding_only_when_named() -> None:
+def test_a_padding_id_counts_as_padding_only_when_named() -> None:
     core = make_core((4,), 4)
     request = core.begin_request()
-    assert call_route(core, request, 0, [[4, 0], [2, -1]], sentinel=4).expert_list() == [0, 2]
+    assert call_route(core, request, 0, [[4, 0], [2, -1]], padding_id=4).expert_list() == [0, 2]
     with pytest.raises(RoutingError):
         call_route(core, request, 0, [[4, 0]])
     # An unsigned byte has no -1; 255 is what it looks like.
-    assert call_route(core, request, 0, np.array([[255, 0]], np.uint8), sentinel=255).expert_list() == [0]
+    assert call_route(core, request, 0, np.array([[255, 0]], np.uint8), padding_id=255).expert_list() == [0]
     with pytest.raises(RoutingError, match="expert id 255"):
         call_route(core, request, 0, np.array([[255, 0]], np.uint8))
 
@@ -691,12 +691,12 @@ def feature_alone(name: str) -> Score:
 def test_hits_and_victims_of_a_trace(policy: str, data: st.DataObject) -> None:
     """Every copy lands at once; hits, misses, evictions and the order of victims equal those of a dict."""
     num_experts = data.draw(st.sampled_from([(6,), (4, 4), (3, 6, 4)]))
-    kinds = data.draw(st.sampled_from([[0] * len(num_experts), [n % 2 for n in range(len(num_experts))]]))
-    room = [data.draw(st.integers(2, 5)) for _ in range(max(kinds) + 1)]
+    groups = data.draw(st.sampled_from([[0] * len(num_experts), [n % 2 for n in range(len(num_experts))]]))
+    capacity = [data.draw(st.integers(2, 5)) for _ in range(max(groups) + 1)]
     if policy in FEATURES:
-        core = make_core(num_experts, room, policy="user", score=feature_alone(policy).address, kinds=kinds)
+        core = make_core(num_experts, capacity, policy="user", score=feature_alone(policy).address, groups=groups)
     else:
-        core = make_core(num_experts, room, policy=policy, kinds=kinds)
+        core = make_core(num_experts, capacity, policy=policy, groups=groups)
     history = HistoryReference(num_experts, 8)
     estimates = Estimates(history, 2)
     table = SlotTable(history.layout)
@@ -712,11 +712,11 @@ def test_hits_and_victims_of_a_trace(policy: str, data: st.DataObject) -> None:
             estimates.observe(request, layer, ids, decode)
             check_estimates(core, estimates)
             gids = table.touch(layer, ids)
-            candidates = [g for g in range(history.layout.total) if kinds[history.layout.layer_of[g]] == kinds[layer]]
+            candidates = [g for g in range(history.layout.total) if groups[history.layout.layer_of[g]] == groups[layer]]
             shares = request.ratios() if policy == "moe-infinity" else None
             score = make_score(policy, table, estimates, layer, request, shares)
             assume(not table.ambiguous(gids, candidates, score))
-            check_fetches(step, table, gids, candidates, room[kinds[layer]], score)
+            check_fetches(step, table, gids, candidates, capacity[groups[layer]], score)
             run_step(core, step)
             core.release(step)
             assert {int(g): s for s, g in enumerate(core.slots.occupants) if g >= 0} == table.slots
@@ -729,17 +729,17 @@ def test_hits_and_victims_of_a_trace(policy: str, data: st.DataObject) -> None:
 
 
 def check_fetches(
-    step: Any, table: SlotTable, gids: list[int], candidates: list[int], room: int, score: Callable[[int], float]
+    step: Any, table: SlotTable, gids: list[int], candidates: list[int], capacity: int, score: Callable[[int], float]
 ) -> None:
     """What a step fetches, and in whose place; then the table does the same."""
     missing = [gid for gid in gids if gid not in table.slots]
-    wanted = max(0, len(missing) - (room - sum(gid in table.slots for gid in candidates)))
+    wanted = max(0, len(missing) - (capacity - sum(gid in table.slots for gid in candidates)))
     fetched = step.plan.fetches
     assert fetched[:, 0].tolist() == missing
-    tenant = {slot: gid for gid, slot in table.slots.items()}
-    victims = [tenant[slot] for slot in fetched[:, 1].tolist() if slot in tenant]
+    occupant = {slot: gid for gid, slot in table.slots.items()}
+    victims = [occupant[slot] for slot in fetched[:, 1].tolist() if slot in occupant]
     assert victims == table.victims(gids, candidates, wanted, score)
-    assert all(slot not in tenant for slot in fetched[: len(missing) - wanted, 1].tolist())
+    assert all(slot not in occupant for slot in fetched[: len(missing) - wanted, 1].tolist())
     for gid, slot, _ in fetched.tolist():
         table.place(gid, slot)
     table.demands += len(gids)

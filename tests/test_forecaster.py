@@ -190,7 +190,7 @@ def test_wrong_weights_cannot_be_made() -> None:
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=6, max_size=6))
 @SETTINGS
-def test_the_wait_is_the_best_horizon_s(hazards: list[float]) -> None:
+def test_the_reuse_time_is_the_best_horizon_s(hazards: list[float]) -> None:
     found = float(wait_beyond(np.array(hazards)))
     assert found == pytest.approx(reference_forecaster.wait_beyond(hazards), rel=1e-9)
     assert found >= 0

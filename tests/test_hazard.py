@@ -89,7 +89,7 @@ def test_learning_finds_what_each_expert_does() -> None:
 
 @given(seed=st.integers(0, 10_000), layers=st.integers(1, 70), n=st.integers(1, 200))
 @settings(SETTINGS, max_examples=30)
-def test_waits_are_the_inverse_of_the_best_rate(seed: int, layers: int, n: int) -> None:
+def test_reuse_times_are_the_inverse_of_the_best_rate(seed: int, layers: int, n: int) -> None:
     random = np.random.default_rng(seed)
     hazards = 1 / (1 + np.exp(-random.uniform(-15, 15, (6, n))))
     found = reuse_times(hazards, layers)
@@ -178,7 +178,7 @@ def test_nothing_routed_makes_anything_leave_its_bounds(
 
 
 @pytest.mark.parametrize("kind", ["one for ever", "in turn", "all", "any"])
-def test_thousands_of_the_same(kind: str) -> None:
+def test_hazards_stay_finite_over_thousands_of_steps_alike(kind: str) -> None:
     core = make_core((6, 6), policy="expected-next-use", slots=4, top_k=1)
     random = np.random.default_rng(0)
     request = core.begin_request()

@@ -71,7 +71,8 @@ def test_plain_python_agrees(policy: str, trace: Trace, spare: int) -> None:
     assert core.hits == hits
     found = tables[0][(tables[0] != -2).all(1)]
     expected = [
-        [-1 if tenant is None else tenant[0] * trace.num_experts[0] + tenant[1] for tenant in row] for row in expected
+        [-1 if occupant is None else occupant[0] * trace.num_experts[0] + occupant[1] for occupant in row]
+        for row in expected
     ]
     np.testing.assert_array_equal(found, np.array(expected, np.int32).reshape(found.shape))
 

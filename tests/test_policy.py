@@ -105,7 +105,7 @@ def test_scores_that_cannot_work(function: Callable[..., float], message: str) -
 
 
 def victims(policy_name: str, address: int, trace: list[tuple[int, list[list[int]]]]) -> list[list[int]]:
-    core = make_core((4, 6, 5), [3, 4], policy=policy_name, score=address, kinds=[0, 1, 0], history=3)
+    core = make_core((4, 6, 5), [3, 4], policy=policy_name, score=address, groups=[0, 1, 0], history=3)
     tables = []
     request = core.begin_request()
     for n, (layer, ids) in enumerate(trace):
@@ -153,7 +153,7 @@ def like_moe_infinity(matched: float, layer: float, num_layers: float) -> float:
 )
 @given(trace=traces())
 @settings(SETTINGS, max_examples=15)
-def test_a_built_in_written_as_a_score_gives_up_the_same(
+def test_a_built_in_written_as_a_score_evicts_the_same(
     name: str, made: policy.Score, trace: list[tuple[int, list[list[int]]]]
 ) -> None:
     assert victims(name, 0, trace) == victims("user", made.address, trace)

@@ -17,7 +17,7 @@ from moecache import ExpertBank, ExpertCache
 
 
 def python_lines(layers: int, experts: int) -> list[int]:
-    """Lines of Python run by each of some steps, all of one kind: two experts, one of them missing."""
+    """Lines of Python run by each of some steps, all alike: two experts, one of them missing."""
     bank = ExpertBank.from_tensors([{"weight": torch.zeros(experts, 2)} for _ in range(layers)])
     counted: list[int] = []
 

@@ -71,16 +71,20 @@ class Slots(RuleBasedStateMachine):
 
     @initialize(
         model=st.sampled_from(MODELS),
-        room=st.lists(st.integers(1, 6), min_size=2, max_size=2),
+        capacity=st.lists(st.integers(1, 6), min_size=2, max_size=2),
         policy=st.sampled_from(["lru", "lfu", "expected-next-use", "moe-infinity"]),
         prefetch=st.booleans(),
     )
-    def start(self, model: Any, room: list[int], policy: str, prefetch: bool) -> None:
-        num_experts, kinds = model
+    def start(self, model: Any, capacity: list[int], policy: str, prefetch: bool) -> None:
+        num_experts, groups = model
         self.layout = Layout(num_experts)
-        self.kinds = kinds
-        self.room = [min(n + (3 if prefetch else 0), self._experts_of(k)) for k, n in enumerate(room[: max(kinds) + 1])]
-        self.core = make_core(num_experts, self.room, policy=policy, kinds=kinds, prefetch=prefetch, history=2, top_k=1)
+        self.groups = groups
+        self.capacity = [
+            min(n + (3 if prefetch else 0), self._experts_of(k)) for k, n in enumerate(capacity[: max(groups) + 1])
+        ]
+        self.core = make_core(
+            num_experts, self.capacity, policy=policy, groups=groups, prefetch=prefetch, history=2, top_k=1
+        )
         if prefetch:
             self._expect_the_same_number_next()
         self.mover = Mover(self.core.slots.complete)
@@ -88,7 +92,7 @@ class Slots(RuleBasedStateMachine):
         self.at: dict[int, int] = {}
         self.leases: list[OpenLease] = []
         self.generations = self.core.slots.generations.copy()
-        self.tenants = self.core.slots.occupants.copy()
+        self.occupants = self.core.slots.occupants.copy()
         self.demands = self.hits = 0
         self.begin()
 
@@ -102,12 +106,12 @@ class Slots(RuleBasedStateMachine):
             at += experts * following
         store.transitions.origins[:] = 1000
 
-    def _experts_of(self, kind: int) -> int:
-        return sum(n for n, k in zip(self.layout.num_experts, self.kinds, strict=True) if k == kind)
+    def _experts_of(self, group: int) -> int:
+        return sum(n for n, k in zip(self.layout.num_experts, self.groups, strict=True) if k == group)
 
-    def _slots_of(self, kind: int) -> range:
-        begin = sum(self.room[:kind])
-        return range(begin, begin + self.room[kind])
+    def _slots_of(self, group: int) -> range:
+        begin = sum(self.capacity[:group])
+        return range(begin, begin + self.capacity[group])
 
     # Events
 
@@ -232,13 +236,13 @@ class Slots(RuleBasedStateMachine):
         for e, slot in zip(experts, step.slot_list(), strict=True):
             if slot >= 0:
                 assert self.core.slots.occupants[slot] == offset + e
-                assert slot in self._slots_of(self.kinds[layer])
+                assert slot in self._slots_of(self.groups[layer])
             if offset + e in where and where[offset + e] not in failed:
                 assert slot == where[offset + e]
-        # Free slots go first, and nobody goes without while one can be given up.
-        kind = self._slots_of(self.kinds[layer])
+        # Free slots go first, and nobody goes without while one can be evicted.
+        usable_slots = self._slots_of(self.groups[layer])
         own = {where[offset + e] for e in experts if offset + e in where} - failed
-        usable = [s for s in kind if s not in own and (before["pins"][s] == 0)]
+        usable = [s for s in usable_slots if s not in own and (before["pins"][s] == 0)]
         lacking = len(experts) - len(own)
         assert len([s for s in step.slot_list() if s >= 0]) == len(own) + min(lacking, len(usable))
         assert step.deferred == max(0, lacking - len(usable))
@@ -294,7 +298,7 @@ class Slots(RuleBasedStateMachine):
             return
         before = lease.step.slot_list()
         found = self.core.dispatcher.retry(lease.step)
-        # What it has computed is let go; failed ones are still held, by their pins.
+        # What it has computed is unpinned; failed ones still are, by their pins.
         done = [lease.step.item(i)[1] for i in range(lease.step.unique) if lease.step.item(i)[0] in lease.handed]
         for slot in done:
             lease.held.pop(slot, None)
@@ -313,20 +317,20 @@ class Slots(RuleBasedStateMachine):
             self.counters_add_up()
 
     def no_expert_has_two_slots(self) -> None:
-        tenants = self.core.slots.occupants[self.core.slots.occupants >= 0].tolist()
-        assert len(tenants) == len(set(tenants)) <= self.core.slots.num_slots
-        assert sorted(self.core.slots.resident().tolist()) == sorted(tenants)
-        for kind in range(len(self.room)):
-            for slot in self._slots_of(kind):
+        occupants = self.core.slots.occupants[self.core.slots.occupants >= 0].tolist()
+        assert len(occupants) == len(set(occupants)) <= self.core.slots.num_slots
+        assert sorted(self.core.slots.resident().tolist()) == sorted(occupants)
+        for group in range(len(self.capacity)):
+            for slot in self._slots_of(group):
                 gid = self.core.slots.occupants[slot]
-                assert gid < 0 or self.kinds[self.layout.layer_of[gid]] == kind
+                assert gid < 0 or self.groups[self.layout.layer_of[gid]] == group
 
     def generations_number_the_tenancies(self) -> None:
-        now, tenants = self.core.slots.generations, self.core.slots.occupants
+        now, occupants = self.core.slots.generations, self.core.slots.occupants
         assert (now >= self.generations).all()
-        changed = (tenants != self.tenants) & (tenants >= 0)
+        changed = (occupants != self.occupants) & (occupants >= 0)
         assert (now > self.generations)[changed].all()
-        self.generations, self.tenants = now.copy(), tenants.copy()
+        self.generations, self.occupants = now.copy(), occupants.copy()
 
     def pins_are_the_open_leases(self) -> None:
         held = np.zeros(self.core.slots.num_slots, np.int32)
@@ -366,8 +370,8 @@ class Slots(RuleBasedStateMachine):
                 assert step.deferred == 0
                 run_step(self.core, step)
                 self.core.release(step)
-        for kind, room in enumerate(self.room):
-            assert (self.core.slots.occupants[list(self._slots_of(kind))] >= 0).sum() == room
+        for group, capacity in enumerate(self.capacity):
+            assert (self.core.slots.occupants[list(self._slots_of(group))] >= 0).sum() == capacity
 
 
 Slots.TestCase.settings = settings(SETTINGS, max_examples=70, stateful_step_count=30)
@@ -481,7 +485,7 @@ def test_an_expert_of_a_later_wave_that_another_request_brought_is_joined() -> N
 
 
 def test_an_expert_waiting_for_a_slot_never_gets_a_second_one() -> None:
-    # `first` holds both slots; `second` and `third` wait for the same expert, and `third` is served first.
+    # `first` pins both slots; `second` and `third` wait for the same expert, and `third` is served first.
     core = make_core((6,), 2)
     request = core.begin_request()
     first, second, third = (call_route(core, request, 0, ids) for ids in ([[0, 1]], [[5]], [[5]]))
@@ -623,7 +627,7 @@ def test_a_lease_never_finishes_what_it_was_not_given() -> None:
 # After a resize
 
 
-def test_retained_experts_are_those_the_policy_would_give_up_last() -> None:
+def test_retained_experts_are_those_the_policy_would_evict_last() -> None:
     core = make_core((8,), 4, policy="lru")
     request = core.begin_request()
     fill(core, request, 0, [3, 1, 4, 5, 1])
