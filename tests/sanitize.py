@@ -33,8 +33,9 @@ class Sanitizer(NamedTuple):
 
 # Patterns of files and folders in tests/.
 _MEMORY = ("engine", "fuzz", "soak", "test_bank.py", "test_cache_*.py", "test_core*.py", "test_cuda*.py", "test_failure_kinds.py",
-           "test_forecaster.py", "test_given_back.py", "test_hazard.py", "test_history.py", "test_match_loops.py",
-           "test_resize.py", "test_slots.py", "test_threads.py")  # fmt: skip
+           "test_estimates.py", "test_forecaster.py", "test_given_back.py", "test_hazard.py", "test_history*.py",
+           "test_match_loops.py", "test_prefetch.py", "test_resize.py", "test_slots.py", "test_step_ids.py", "test_store.py",
+           "test_threads.py", "test_waves.py")  # fmt: skip
 # Tests that read the sources beside the modules, and those that count files, of which the runtimes make some.
 _ELSEWHERE = "not signatures and not killed_process"
 _RACES = ("engine", "test_threads.py", "test_cuda_link*.py", "test_failure_kinds.py", "test_resize.py")

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from core_helpers import Twins, check_estimates, make_core
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_core import SETTINGS, WeightsReference, call_route, reuse_times
-from test_core import Twins, check_estimates, make_core
 
 from moecache._core import Core, OnlineWeights, RequestState
 

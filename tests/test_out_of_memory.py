@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from core_helpers import make_core
 from reference_core import call_route, land, run_step
-from test_core import make_core
 
 _testcapi = pytest.importorskip("_testcapi", reason="this interpreter comes without its own test module")
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from cache_helpers import make_bank, run
+from core_helpers import id_rows, make_core
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_core import SETTINGS, call_route, run_step
-from test_core import id_rows, make_core
 
 from moecache import ExpertCache, policy
 from moecache.errors import PolicyError

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from core_helpers import make_core
 from reference_core import call_route, run_step
-from test_core import make_core
 
 from moecache import ExpertBank, ExpertCache
 

@@ -333,9 +333,9 @@ cdef class Core:
 
     def close(self):
         """End all requests and their steps; nothing begins any more."""
+        self.closed = True   # first: whose step ends below learns why
         for request in list(self.requests):
             self.end_request(request)
-        self.closed = True
         self.open_steps.close_all(None)
         self.open_steps.notify()
 
