@@ -12,6 +12,7 @@ import torch
 from cache_helpers import make_bank, run
 
 from moecache import ExpertBank, ExpertCache
+from moecache.errors import ClosedError
 
 
 @pytest.mark.failure("114")
@@ -88,3 +89,38 @@ assert not any(name.startswith("cuda") for name in set(sys.modules) - modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_lease_open_while_another_thread_closes_says_that_the_cache_is_closed() -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    said: list[Exception] = []
+    ended: list[Exception] = []
+    try:
+        for n in range(150):
+            cache = ExpertCache(make_bank(), 8)
+            begun = threading.Barrier(4, timeout=30)
+
+            def use(cache: ExpertCache = cache, begun: threading.Barrier = begun, n: int = n) -> None:
+                request = cache.request()
+                run(request, 0, [[0, 1]])
+                begun.wait()
+                try:
+                    for step in range(2000):
+                        run(request, step % 2, [[(step + n) % 8, (step + 3) % 8]])
+                except ClosedError as error:
+                    said.append(error)
+                except Exception as error:
+                    ended.append(error)
+
+            threads = [threading.Thread(target=use) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            begun.wait()
+            cache.close()
+            for thread in threads:
+                thread.join(30)
+    finally:
+        sys.setswitchinterval(interval)
+    assert ended == []
+    assert len(said) > 100
