@@ -29,6 +29,7 @@ FAST, SLOW = 0.3, 0.02
 EDGES = (0, 1, 2, 4, 8, 16, 32)  # of the token intervals
 INTERVALS = list(pairwise(EDGES))
 PRIOR_TOKENS = 16.0
+RECENT_USES = 64
 TRANSITION_PRIOR = 8.0
 MAX_SUCCESSION = 128
 
@@ -67,6 +68,19 @@ class HistoryReference:
         self.origins = np.zeros(self.layout.total, np.int64)
         self.successions = [np.zeros((n, n), np.int64) for n in num_experts]
         self.followed = np.zeros(self.layout.total, np.int64)
+        # The same of a window: halved where an expert was used twice as often, on the mean, as is kept.
+        self.recent = [np.zeros((n, n), np.int64) for n in num_experts]
+        self.recent_followed = np.zeros(self.layout.total, np.int64)
+
+    def succeed(self, layer: int, row: list[int], following: list[int]) -> None:
+        rows = self.layout.rows(layer)
+        for e in row:
+            for followed, table in ((self.followed, self.successions), (self.recent_followed, self.recent)):
+                followed[self.layout.offset[layer] + e] += 1
+                table[layer][e, following] += 1
+        if self.recent_followed[rows].sum() >= 2 * RECENT_USES * len(self.recent[layer]):
+            self.recent_followed[rows] >>= 1
+            self.recent[layer] >>= 1
 
     @property
     def entries(self) -> list[Counts]:
@@ -276,11 +290,11 @@ class RequestReference:
 
     def _lift(self, layer: int, experts: list[int], k: int) -> NDArray[np.float64]:
         history, rows = self.history, self.layout.rows(layer)
-        used = history.followed[rows].astype(np.float64)
+        used = history.recent_followed[rows].astype(np.float64)
         usual = (used + k / len(used)) / (used.sum() / k + 1)
         product = np.ones(len(used))
         for e in experts:
-            follows = history.successions[layer][e] + TRANSITION_PRIOR * usual
+            follows = history.recent[layer][e] + TRANSITION_PRIOR * usual
             product *= follows / (used[e] + TRANSITION_PRIOR) / usual
         return product
 
@@ -291,9 +305,7 @@ class RequestReference:
         if not decode:
             pairs += list(pairwise(seen[:512]))
         for row, following in pairs:
-            for e in row:
-                self.history.followed[self.layout.offset[layer] + e] += 1
-                self.history.successions[layer][e, following] += 1
+            self.history.succeed(layer, row, following)
         kept = seen if decode else seen[-1:]
         self.last[layer] = kept if len(kept) * k <= MAX_SUCCESSION else []
 

@@ -71,7 +71,7 @@ cdef class HistoryStore:
         self.prompt, self.decode = <uint16_t *> self._keep(self.prompt_counts), <uint16_t *> self._keep(self.decode_counts)
         self.total = np.zeros(gids, np.int64)
         self.total_of = <int64_t *> self._keep(self.total)
-        self.transitions, self.successions = PairTable(self.layout, True), PairTable(self.layout, False)
+        self.transitions, self.successions = PairTable(self.layout, True), PairTable(self.layout, False, forgets=True)
         self.weights = OnlineWeights()
         self.overflow = <OverflowCounts *> calloc(gids, sizeof(OverflowCounts))
         if self.overflow == NULL:

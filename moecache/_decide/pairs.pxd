@@ -15,10 +15,15 @@ cdef class PairTable:
     cdef readonly object counts     # uint32 array: pairs, by layer a matrix [experts of the layer, experts of its target]
     cdef readonly object origins    # uint32 array [M]: how often an expert was followed at all
     cdef Layout layout              # how experts are numbered
+    cdef bint forgets               # whether `lift` reads a window of the last tokens rather than all that was counted
     cdef bint next_layer            # what follows: the next layer's experts; else the same layer's for the next token
     cdef object _place              # int64 array [L]: where each layer's matrix begins in counts
     cdef uint32_t *count            # counts
     cdef uint32_t *origin           # [M]: origins
+    cdef object _recent             # list of arrays behind the three that follow
+    cdef uint32_t *recent           # as counts, of the window; counts itself without one
+    cdef uint32_t *recent_origin    # [M]: as origins, of the window; origins itself without one
+    cdef int64_t *recent_uses       # [L]: sum of a layer's recent_origin
     cdef int64_t *place             # [L]: _place
 
     cdef inline int32_t target(self, int32_t layer) noexcept nogil:
@@ -33,4 +38,8 @@ cdef class PairTable:
     cdef void lift(self, int32_t layer, double *out, double *work, const int32_t *experts, int n, int k) noexcept nogil
     cdef void chances_after(self, int32_t layer, float *out, const float *use, double *work, const int32_t *experts, int n,
                             int k) noexcept nogil
-    cdef void _halve(self, int32_t layer) noexcept nogil
+    cdef void _count(self, int32_t layer, uint32_t *table, uint32_t *origins, const int32_t *before, const int32_t *after, int k_before,
+                     int k_after) noexcept nogil
+    cdef void _halve(self, int32_t layer, uint32_t *table, uint32_t *origins) noexcept nogil
+    cdef int _restore_recent(self, int32_t layer) except -1
+    cdef void _forget(self, int32_t layer) noexcept nogil

@@ -50,6 +50,7 @@ class Worker(threading.Thread):
         super().__init__(name=f"worker {number}", daemon=True)
         self.era, self.random = era, random.Random(era.seed * 100 + number)
         self.sent = self.got = 0  # interrupts
+        self.may_end, self.over = threading.Lock(), False
         self.requests = 0
 
     def run(self) -> None:
@@ -61,6 +62,11 @@ class Worker(threading.Thread):
                     struck, self.got = False, self.got + 1
                 while not self.era.stop.is_set():
                     self.session()
+                # An interrupt to a thread that has ended would strike whichever thread has its number then.
+                with self.may_end:
+                    self.over = True
+                while self.sent != self.got:
+                    time.sleep(0)
                 return
             except KeyboardInterrupt:
                 struck = True
@@ -200,10 +206,12 @@ class Era:
             worker = dice.choice(self.workers)
             if worker.sent == worker.got:
                 waited.pop(worker.name, None)
-                worker.sent += 1
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(worker.ident or 0), ctypes.py_object(KeyboardInterrupt)
-                )
+                with worker.may_end:
+                    if not worker.over:
+                        worker.sent += 1
+                        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                            ctypes.c_ulong(worker.ident or 0), ctypes.py_object(KeyboardInterrupt)
+                        )
             elif time.monotonic() - waited.setdefault(worker.name, time.monotonic()) > PATIENCE_S:
                 raise AssertionError(f"an interrupt of {worker.name} never arrived")
             self.calm.wait(dice.uniform(0, 0.01))
