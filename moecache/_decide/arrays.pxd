@@ -1,6 +1,7 @@
 # Where the numbers of an array lie, and how far float32 scores may be from them.
 
 cdef void *address_of(object array) except? NULL
+cdef void *keep(list memory, object array) except? NULL
 
 
 cdef inline double nearly(double score) noexcept nogil:

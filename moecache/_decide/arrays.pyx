@@ -14,3 +14,9 @@ cdef void *address_of(object array) except? NULL:
     cdef void *at = view.buf
     PyBuffer_Release(&view)
     return at
+
+
+cdef void *keep(list memory, object array) except? NULL:
+    """The same, with the array appended to the list of those that its class keeps."""
+    memory.append(array)
+    return address_of(array)

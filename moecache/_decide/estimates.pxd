@@ -31,4 +31,3 @@ cdef class Estimates:
     cdef void refresh_prior(self) noexcept
     cdef void refresh_layer(self, list requests, int32_t layer) noexcept
     cdef void inherit(self, Estimates old) noexcept nogil
-    cdef void *_keep(self, array) except? NULL

@@ -9,7 +9,7 @@ from libc.string cimport memcpy
 
 from moecache.errors import refuse_copy
 
-from moecache._decide.arrays cimport address_of
+from moecache._decide.arrays cimport keep
 from moecache._decide.history cimport HistoryStore
 from moecache._decide.request cimport RequestState
 from moecache._decide.reuse cimport INTERVALS, moe_edge
@@ -39,20 +39,16 @@ cdef class Estimates:
         self.store, self.layout, self._memory, self.usual_k = store, store.layout, [], max(top_k, 1)
         self.last_use = np.full(gids, -1, np.int64)
         self.probability, self.reuse_times = np.zeros(gids, np.float32), np.zeros(gids, np.float32)
-        self.last, self.use = <int64_t *> self._keep(self.last_use), <float *> self._keep(self.probability)
-        self.reuse_time = <float *> self._keep(self.reuse_times)
-        self.frequency = <int64_t *> self._keep(np.zeros(gids, np.int64))
-        self.prior = <float *> self._keep(np.zeros(gids, np.float32))
-        self.hazards = <float *> self._keep(np.zeros((INTERVALS, store.layout.widest), np.float32))
-        self.next_use = <double *> self._keep(np.zeros(gids, np.float64))
+        self.last, self.use = <int64_t *> keep(self._memory, self.last_use), <float *> keep(self._memory, self.probability)
+        self.reuse_time = <float *> keep(self._memory, self.reuse_times)
+        self.frequency = <int64_t *> keep(self._memory, np.zeros(gids, np.int64))
+        self.prior = <float *> keep(self._memory, np.zeros(gids, np.float32))
+        self.hazards = <float *> keep(self._memory, np.zeros((INTERVALS, store.layout.widest), np.float32))
+        self.next_use = <double *> keep(self._memory, np.zeros(gids, np.float64))
         self.refresh_prior()
 
     def __reduce__(self):
         refuse_copy(self)
-
-    cdef void *_keep(self, array) except? NULL:
-        self._memory.append(array)
-        return address_of(array)
 
     cdef int observe(self, Step step) except -1:
         # A step's experts were used now.

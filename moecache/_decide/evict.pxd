@@ -83,4 +83,3 @@ cdef class Evictor:
     cdef double _score(self, int32_t gid, int32_t now) noexcept nogil
     cdef double _user_score(self, int32_t gid, int32_t layer, int32_t now) noexcept nogil
     cdef double _ratio(self, int32_t gid, int32_t layer) noexcept nogil
-    cdef void *_keep(self, array) except? NULL

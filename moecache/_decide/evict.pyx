@@ -7,7 +7,7 @@ from libc.stdint cimport int32_t, int64_t, uintptr_t
 
 from moecache.errors import PolicyError, refuse_copy
 
-from moecache._decide.arrays cimport address_of, nearly
+from moecache._decide.arrays cimport address_of, keep, nearly
 from moecache._decide.estimates cimport Estimates
 from moecache._decide.plan cimport Plan
 from moecache._decide.slots cimport SlotTable
@@ -80,16 +80,12 @@ cdef class Evictor:
                               f"address for 'user' alone")
         self.slots, self.estimates, self.found = slots, estimates, Victims(slots.num_slots)
         self.policy, self.score, self._memory = POLICY_CODES[policy], <score_function> score, []
-        self.slot_reuse_time = <float *> self._keep(np.zeros(slots.num_slots, np.float32))
-        self.slot_layer = <int32_t *> self._keep(np.zeros(slots.num_slots, np.int32))
-        self.block_best = <float *> self._keep(np.zeros(slots.num_slots // BLOCK_SLOTS + 1, np.float32))
+        self.slot_reuse_time = <float *> keep(self._memory, np.zeros(slots.num_slots, np.float32))
+        self.slot_layer = <int32_t *> keep(self._memory, np.zeros(slots.num_slots, np.int32))
+        self.block_best = <float *> keep(self._memory, np.zeros(slots.num_slots // BLOCK_SLOTS + 1, np.float32))
 
     def __reduce__(self):
         refuse_copy(self)
-
-    cdef void *_keep(self, array) except? NULL:
-        self._memory.append(array)
-        return address_of(array)
 
     cdef int assign(self, int32_t slot, int32_t gid, Plan plan) except -1 nogil:
         """Give a slot to an expert, and rank it."""

@@ -36,7 +36,6 @@ cdef class ForecastWeights:
     cdef int32_t *capacity          # [L]: experts of a layer, padded to whole registers
     cdef int64_t *pair_place        # [D, L]: where a matrix of `pairs` begins
 
-    cdef void *_keep(self, array) except? NULL
     cdef int _lay_out_state(self, source, experts) except -1
     cdef int _lay_out_reads(self, source, experts) except -1
 

@@ -8,7 +8,7 @@ from libc.string cimport memcpy, memset
 
 from moecache.errors import RoutingError, refuse_copy
 
-from moecache._decide.arrays cimport address_of
+from moecache._decide.arrays cimport address_of, keep
 from moecache._decide.layout cimport Layout, routed
 from moecache._decide.reuse cimport INTERVALS
 
@@ -61,18 +61,11 @@ cdef class ForecastWeights:
         self._lay_out_state(source, experts)
         self._lay_out_reads(source, experts)
         sizes = [experts * np.roll(experts, -d) for d in range(1, self.distances + 1)]
-        self.pairs = <uint16_t *> self._keep(np.append(halves(source.ahead_pairs), np.uint16(0)))
-        self.pair_place = <int64_t *> self._keep(np.cumsum(sizes) - np.ravel(sizes))
+        self.pairs = <uint16_t *> keep(self._memory, np.append(halves(source.ahead_pairs), np.uint16(0)))
+        self.pair_place = <int64_t *> keep(self._memory, np.cumsum(sizes) - np.ravel(sizes))
 
     def __reduce__(self):
         refuse_copy(self)
-
-    cdef void *_keep(self, array) except? NULL:
-        array = np.ascontiguousarray(array)
-        if not array.flags.writeable:
-            array = array.copy()
-        self._memory.append(array)
-        return address_of(array)
 
     cdef int _lay_out_state(self, source, experts) except -1:
         begin = np.concatenate([[0], np.cumsum(experts)])
@@ -81,9 +74,9 @@ cdef class ForecastWeights:
         usual = [np.einsum("smr,m->sr", source.write[:, begin[i]:begin[i + 1]].astype(np.float64),
                            source.prior[begin[i]:begin[i + 1]]) for i in range(self.layers)]
         usual = np.pad(np.stack(usual, 1), ((0, 0), (0, 0), (0, self.width - self.rank))).astype(np.float32)
-        self.write, self.usual = <uint16_t *> self._keep(write), <float *> self._keep(usual)
-        self.decay = <float *> self._keep(np.array(source.decay, np.float32))
-        self.prior = <float *> self._keep(np.array(source.prior, np.float32))
+        self.write, self.usual = <uint16_t *> keep(self._memory, write), <float *> keep(self._memory, usual)
+        self.decay = <float *> keep(self._memory, np.array(source.decay, np.float32, order="C"))
+        self.prior = <float *> keep(self._memory, np.array(source.prior, np.float32, order="C"))
         return 0
 
     cdef int _lay_out_reads(self, source, experts) except -1:
@@ -92,15 +85,17 @@ cdef class ForecastWeights:
         uses = [bytes_of(padded(np.moveaxis(source.use_read[:, own], 1, 2))) for own in rows]
         aheads = [bytes_of(padded(source.ahead_read[own].T)) for own in rows]
         capacity = np.array([scale.shape[1] for _, scale in uses], np.int32)
-        self.most, self.capacity = capacity.max(), <int32_t *> self._keep(capacity)
-        self.place = <int64_t *> self._keep(np.concatenate([[0], np.cumsum(capacity)]).astype(np.int64))
-        self.use_read, self.use_scale = <int8_t *> self._keep(joined(uses, 0)), <float *> self._keep(joined(uses, 1))
-        self.ahead_read, self.ahead_scale = <int8_t *> self._keep(joined(aheads, 0)), <float *> self._keep(joined(aheads, 1))
-        self.use_bias = <float *> self._keep(np.array(source.use_bias, np.float32))
-        self.use_weights = <float *> self._keep(np.array(source.use_weights, np.float32))
-        self.ahead_gain = <float *> self._keep(np.array(source.ahead_gain, np.float32))
-        self.ahead_bias = <float *> self._keep(np.array(source.ahead_bias, np.float32))
-        self.ahead_weights = <float *> self._keep(np.array(source.ahead_weights, np.float32))
+        self.most, self.capacity = capacity.max(), <int32_t *> keep(self._memory, capacity)
+        self.place = <int64_t *> keep(self._memory, np.concatenate([[0], np.cumsum(capacity)]).astype(np.int64))
+        self.use_read = <int8_t *> keep(self._memory, joined(uses, 0))
+        self.use_scale = <float *> keep(self._memory, joined(uses, 1))
+        self.ahead_read = <int8_t *> keep(self._memory, joined(aheads, 0))
+        self.ahead_scale = <float *> keep(self._memory, joined(aheads, 1))
+        self.use_bias = <float *> keep(self._memory, np.array(source.use_bias, np.float32, order="C"))
+        self.use_weights = <float *> keep(self._memory, np.array(source.use_weights, np.float32, order="C"))
+        self.ahead_gain = <float *> keep(self._memory, np.array(source.ahead_gain, np.float32, order="C"))
+        self.ahead_bias = <float *> keep(self._memory, np.array(source.ahead_bias, np.float32, order="C"))
+        self.ahead_weights = <float *> keep(self._memory, np.array(source.ahead_weights, np.float32, order="C"))
         return 0
 
 

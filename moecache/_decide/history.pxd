@@ -72,7 +72,6 @@ cdef class HistoryStore:
     cdef void add_columns(self, double *dots, const int32_t *gids, const int32_t *weights, int k, bint wide) noexcept nogil
     cdef void begin_scan(self) noexcept nogil
     cdef void end_scan(self) noexcept nogil
-    cdef void *_keep(self, array) except? NULL
     cdef void _add_overflow(self, double *dots, const OverflowCounts *counts, double weight) noexcept nogil
     cdef int _push_overflow(self, OverflowCounts *counts, int32_t entry, int32_t high) except -1
     cdef void _drop_overflow(self, OverflowCounts *counts, int32_t entry) noexcept nogil

@@ -9,7 +9,7 @@ from libc.stdlib cimport calloc, free, realloc
 
 from moecache.errors import RoutingError, refuse_copy
 
-from moecache._decide.arrays cimport address_of, nearly
+from moecache._decide.arrays cimport address_of, keep, nearly
 from moecache._decide.gil cimport GilPolicy
 from moecache._decide.layout cimport Layout
 from moecache._decide.pairs cimport PairTable
@@ -61,16 +61,16 @@ cdef class HistoryStore:
         gids = self.layout.num_gids
         self.capacity = capacity
         self.stride = (capacity + 63) // 64 * 64
-        self.columns = <uint8_t *> self._keep(np.zeros(gids * self.stride, np.uint8))
+        self.columns = <uint8_t *> keep(self._memory, np.zeros(gids * self.stride, np.uint8))
         self._high = np.zeros(0, np.uint8)
-        self.inverse_norm = <float *> self._keep(np.zeros(self.stride, np.float32))
-        self.row_inverse = <float *> self._keep(np.zeros((capacity, self.layout.num_layers), np.float32))
+        self.inverse_norm = <float *> keep(self._memory, np.zeros(self.stride, np.float32))
+        self.row_inverse = <float *> keep(self._memory, np.zeros((capacity, self.layout.num_layers), np.float32))
         self.square, self.written = np.zeros(self.stride, np.float64), np.zeros(capacity, np.int64)
-        self.square_of, self.written_at = <double *> self._keep(self.square), <int64_t *> self._keep(self.written)
+        self.square_of, self.written_at = <double *> keep(self._memory, self.square), <int64_t *> keep(self._memory, self.written)
         self.prompt_counts, self.decode_counts = (np.zeros((capacity, gids), np.uint16) for _ in range(2))
-        self.prompt, self.decode = <uint16_t *> self._keep(self.prompt_counts), <uint16_t *> self._keep(self.decode_counts)
+        self.prompt, self.decode = <uint16_t *> keep(self._memory, self.prompt_counts), <uint16_t *> keep(self._memory, self.decode_counts)
         self.total = np.zeros(gids, np.int64)
-        self.total_of = <int64_t *> self._keep(self.total)
+        self.total_of = <int64_t *> keep(self._memory, self.total)
         self.transitions, self.successions = PairTable(self.layout, True), PairTable(self.layout, False, forgets=True)
         self.weights = OnlineWeights()
         self.overflow = <OverflowCounts *> calloc(gids, sizeof(OverflowCounts))
@@ -87,10 +87,6 @@ cdef class HistoryStore:
                 free(self.overflow[gid].pair)
             free(self.overflow)
         pthread_rwlock_destroy(&self.guard)
-
-    cdef void *_keep(self, array) except? NULL:
-        self._memory.append(array)
-        return address_of(array)
 
     cdef void begin_scan(self) noexcept nogil:
         # Until `end_scan` nobody replaces an entry, be the GIL held or not.

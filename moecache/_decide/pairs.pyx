@@ -33,12 +33,12 @@ cdef class PairTable:
     Parameters
     ----------
     layout : Layout
-    forgets : bool
-        Whether `lift` reads a window of the last tokens: what was stored then speaks for no more than that, and traffic that is
-        unlike it soon speaks for itself.
     next_layer : bool
         Whether the next layer's experts follow (transitions; the first layer, for the next token, follows the last), or the
         same layer's for the next token (successions).
+    forgets : bool
+        Whether `lift` reads a window of the last tokens: what was stored then speaks for no more than that, and traffic that is
+        unlike it soon speaks for itself.
     """
 
     def __cinit__(self, Layout layout, bint next_layer, bint forgets=False):

@@ -62,4 +62,3 @@ cdef class RequestState:
     cdef void _lift_successors(self, Step step) noexcept nogil
     cdef void _record_successions(self, Step step) noexcept
     cdef int _keep_ids(self, Step step) except -1
-    cdef void *_keep(self, array) except? NULL

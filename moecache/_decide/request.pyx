@@ -10,7 +10,7 @@ from libc.string cimport memcpy
 
 from moecache.errors import refuse_copy
 
-from moecache._decide.arrays cimport address_of
+from moecache._decide.arrays cimport address_of, keep
 from moecache._decide.forecast cimport ForecastState, ForecastWeights
 from moecache._decide.history cimport HistoryStore, RunningMatch
 from moecache._decide.layout cimport routed
@@ -55,14 +55,14 @@ cdef class RequestState:
         self.store, self.match, self.account = store, RunningMatch(store), Account(number)
         self.predictor = ReusePredictor(store.layout, store.weights)
         self._memory = []
-        self.fast = <float *> self._keep(np.zeros(gids, np.float32))
-        self.slow = <float *> self._keep(np.zeros(gids, np.float32))
-        self.lift = <double *> self._keep(np.ones(gids, np.float64))
-        self.work = <double *> self._keep(np.zeros(widest, np.float64))
-        self.matched = <float *> self._keep(np.zeros(widest, np.float32))
-        self.last_ids = <int32_t *> self._keep(np.full((layers, MAX_SUCCESSION), -1, np.int32))
-        self.last_tokens = <int32_t *> self._keep(np.zeros(layers, np.int32))
-        self.last_k = <int32_t *> self._keep(np.zeros(layers, np.int32))
+        self.fast = <float *> keep(self._memory, np.zeros(gids, np.float32))
+        self.slow = <float *> keep(self._memory, np.zeros(gids, np.float32))
+        self.lift = <double *> keep(self._memory, np.ones(gids, np.float64))
+        self.work = <double *> keep(self._memory, np.zeros(widest, np.float64))
+        self.matched = <float *> keep(self._memory, np.zeros(widest, np.float32))
+        self.last_ids = <int32_t *> keep(self._memory, np.full((layers, MAX_SUCCESSION), -1, np.int32))
+        self.last_tokens = <int32_t *> keep(self._memory, np.zeros(layers, np.int32))
+        self.last_k = <int32_t *> keep(self._memory, np.zeros(layers, np.int32))
         self.rows, self.previous_layer = 1, -1
 
     def __dealloc__(self):
@@ -71,10 +71,6 @@ cdef class RequestState:
     def __reduce__(self):
         refuse_copy(self)
 
-    cdef void *_keep(self, array) except? NULL:
-        self._memory.append(array)
-        return address_of(array)
-
     cdef void start(self, const float *prior) noexcept nogil:
         cdef int32_t gid
         for gid in range(self.store.layout.num_gids):
@@ -82,7 +78,7 @@ cdef class RequestState:
             self.slow[gid] = prior[gid]
 
     cdef int attach_forecaster(self, ForecastWeights weights) except -1:
-        self.outside = <float *> self._keep(np.zeros(INTERVALS * self.store.layout.widest, np.float32))
+        self.outside = <float *> keep(self._memory, np.zeros(INTERVALS * self.store.layout.widest, np.float32))
         self.predictor.attach_forecaster()
         self.forecast = ForecastState(weights, self.store.layout)
         return 0

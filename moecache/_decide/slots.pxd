@@ -97,4 +97,3 @@ cdef class SlotTable:
     cdef int place(self, int32_t slot, int32_t gid) except -1
     cdef void inherit(self, SlotTable old) noexcept nogil
     cdef int reset_counters(self) except -1
-    cdef void *_keep(self, array) except? NULL

@@ -8,7 +8,7 @@ from libc.string cimport memcpy, memmove
 
 from moecache.errors import LeaseError, refuse_copy
 
-from moecache._decide.arrays cimport address_of
+from moecache._decide.arrays cimport keep
 from moecache._decide.layout cimport Layout
 from moecache._decide.plan cimport Plan
 
@@ -137,25 +137,21 @@ cdef class SlotTable:
         self.num_groups, self.num_slots = len(slots), int(slots.sum())
         n, m = self.num_slots, layout.num_gids
         self.occupants, self.generations, self.pin_counts = np.full(n, -1, np.int32), np.zeros(n, np.int32), np.zeros(n, np.int32)
-        self.occupant, self.generation = <int32_t *> self._keep(self.occupants), <int32_t *> self._keep(self.generations)
-        self.pins, self.completed = <int32_t *> self._keep(self.pin_counts), <int32_t *> self._keep(complete)
-        self.group_of = <int32_t *> self._keep(np.array(layer_group, np.int32))
-        self.begin = <int32_t *> self._keep(np.concatenate([[0], np.cumsum(slots)]).astype(np.int32))
-        self.slot_of = <int32_t *> self._keep(np.full(m, -1, np.int32))
-        self.vacant = <int32_t *> self._keep(np.zeros(n, np.int32))
-        self.vacant_count = <int32_t *> self._keep(np.zeros(self.num_groups, np.int32))
-        self.speculative = <uint8_t *> self._keep(np.zeros(n, np.uint8))
-        self.shielded_until = <int64_t *> self._keep(np.zeros(m, np.int64))
+        self.occupant, self.generation = <int32_t *> keep(self._memory, self.occupants), <int32_t *> keep(self._memory, self.generations)
+        self.pins, self.completed = <int32_t *> keep(self._memory, self.pin_counts), <int32_t *> keep(self._memory, complete)
+        self.group_of = <int32_t *> keep(self._memory, np.array(layer_group, np.int32))
+        self.begin = <int32_t *> keep(self._memory, np.concatenate([[0], np.cumsum(slots)]).astype(np.int32))
+        self.slot_of = <int32_t *> keep(self._memory, np.full(m, -1, np.int32))
+        self.vacant = <int32_t *> keep(self._memory, np.zeros(n, np.int32))
+        self.vacant_count = <int32_t *> keep(self._memory, np.zeros(self.num_groups, np.int32))
+        self.speculative = <uint8_t *> keep(self._memory, np.zeros(n, np.uint8))
+        self.shielded_until = <int64_t *> keep(self._memory, np.zeros(m, np.int64))
         for group in range(self.num_groups):
             for slot in range(self.begin[group + 1] - 1, self.begin[group] - 1, -1):
                 self.vacate(slot)
 
     def __reduce__(self):
         refuse_copy(self)
-
-    cdef void *_keep(self, array) except? NULL:
-        self._memory.append(array)
-        return address_of(array)
 
     cdef void vacate(self, int32_t slot) noexcept nogil:
         cdef int32_t group = 0

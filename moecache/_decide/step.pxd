@@ -85,7 +85,8 @@ cdef class Step:
     cdef int read_counts(self, const char *address, int itemsize, Py_ssize_t row_stride, Py_ssize_t column_stride,
                          const uint8_t *counted, int32_t *tally) except -1
     cdef void rewind(self) noexcept nogil
-    cdef int _refuse(self, Py_ssize_t pair, int64_t found) except -1
+    cdef int _check(self, Py_ssize_t bad, const char *address, int itemsize, Py_ssize_t row_stride,
+                    Py_ssize_t column_stride) except -1
     cdef int64_t _peek(self, const char *address, int itemsize, Py_ssize_t i) noexcept nogil
     cdef Py_ssize_t _copy(self, const char *address, int itemsize, Py_ssize_t row_stride, Py_ssize_t column_stride,
                           int64_t padding) noexcept nogil

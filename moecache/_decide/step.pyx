@@ -140,8 +140,7 @@ cdef class Step:
             policy.took_back(begun, ended)
         else:
             bad = self._copy(address, itemsize, row_stride, column_stride, padding)
-        if bad >= 0:
-            self._refuse(bad, self._peek(address, itemsize, bad // self.k * row_stride + bad % self.k * column_stride))
+        self._check(bad, address, itemsize, row_stride, column_stride)
         tally = <int32_t *> calloc(2 * self.num_experts, sizeof(int32_t))
         if tally == NULL:
             raise MemoryError(f"no memory to count {self.num_experts} experts")
@@ -157,15 +156,19 @@ cdef class Step:
                          const uint8_t *counted, int32_t *tally) except -1:
         """As `read`, but for the pairs of each expert, which a replay does not ask for; `tally` [2 experts] is all zero."""
         cdef Py_ssize_t bad = self._copy(address, itemsize, row_stride, column_stride, -1)
-        if bad >= 0:
-            self._refuse(bad, self._peek(address, itemsize, bad // self.k * row_stride + bad % self.k * column_stride))
+        self._check(bad, address, itemsize, row_stride, column_stride)
         self._tally(tally, counted)
         self._drop_uncounted(counted)
         return 0
 
-    cdef int _refuse(self, Py_ssize_t pair, int64_t found) except -1:
+    cdef int _check(self, Py_ssize_t bad, const char *address, int itemsize, Py_ssize_t row_stride,
+                    Py_ssize_t column_stride) except -1:
+        # What `_copy` has found.
+        if bad < 0:
+            return 0
+        found = self._peek(address, itemsize, bad // self.k * row_stride + bad % self.k * column_stride)
         raise RoutingError(
-            f"layer {self.layer}: expert id {found} of token {pair // self.k}, position {pair % self.k}, is out of range: "
+            f"layer {self.layer}: expert id {found} of token {bad // self.k}, position {bad % self.k}, is out of range: "
             f"expected 0..{self.num_experts - 1}, or -1 for padding")
 
     cdef int64_t _peek(self, const char *address, int itemsize, Py_ssize_t i) noexcept nogil:
