@@ -17,7 +17,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-__all__ = ["Apart", "FileLock", "clear_leftovers", "left_behind", "probe_folder", "whole_file", "write_atomically"]
+__all__ = [
+    "Apart",
+    "FileLock",
+    "clear_leftovers",
+    "create_temporary",
+    "left_behind",
+    "probe_folder",
+    "whole_file",
+    "write_atomically",
+]
 
 _Result = TypeVar("_Result")
 
@@ -34,11 +43,9 @@ def write_atomically(path: Path, data: bytes) -> None:
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
     """A new file that takes its name only when all of it is written; what was there stays until then."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    # Not mkstemp: its files are for their owner alone.
+    file, temporary = create_temporary(path)
     try:
-        with open(temporary, "xb") as file:
-            claim(file)
+        with file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -49,15 +56,29 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
         raise
 
 
-def claim(file: IO[bytes]) -> None:
-    """Mark an open file as a living process's, for :func:`left_behind`, as far as its file system can."""
-    with contextlib.suppress(OSError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def create_temporary(path: Path, buffering: int = -1) -> tuple[IO[bytes], Path]:
+    """A new file beside `path`, locked as a living process's: :func:`clear_leftovers` leaves it."""
+    while True:
+        # Not mkstemp: its files are for their owner alone.
+        temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+        file = open(temporary, "xb", buffering=buffering)  # noqa: SIM115
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+            # Another process that found it before the lock took it for one left behind.
+            if os.path.exists(temporary):
+                return file, temporary
+        except BaseException:
+            file.close()
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        file.close()
 
 
 @contextlib.contextmanager
 def left_behind(path: Path) -> Iterator[bool]:
-    """Whether no living process has a claim on a file, as after SIGKILL; inside the block this one has it."""
+    """Whether no living process has a file locked, as after SIGKILL; inside the block this one has."""
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(open(path, "rb"))

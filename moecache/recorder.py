@@ -283,6 +283,7 @@ def rescue(path: Path) -> None:
             if not dead:
                 continue
             target = _free(path)
+            clear_leftovers(target)
             try:
                 tokens, requests = recover(part, target)
             except (TraceFormatError, OSError) as error:

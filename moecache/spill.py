@@ -12,7 +12,6 @@ import glob
 import json
 import os
 import struct
-import tempfile
 import zlib
 from collections.abc import Iterator
 from itertools import islice
@@ -22,7 +21,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from .errors import TraceFormatError
-from .files import claim, whole_file
+from .files import create_temporary, whole_file
 
 __all__ = ["Recording", "assemble", "create_spill", "pack", "recover", "spills_of"]
 
@@ -56,18 +55,20 @@ _HEAD = struct.Struct("<Iiiiiqi")
 
 
 def create_spill(path: Path, recording: Recording) -> tuple[IO[bytes], Path]:
-    """A new file beside `path`, unbuffered: a forked child has no copy of anything unwritten."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=SUFFIX)
-    file = os.fdopen(handle, "wb", buffering=0)
+    """A new file beside `path`, unbuffered: a forked child has no copy of anything unwritten.
+
+    It has its name only with its header: a kill before that leaves a temporary file, which the next start removes.
+    """
+    file, temporary = create_temporary(path, buffering=0)
     try:
-        claim(file)
         header = json.dumps(recording._asdict()).encode()
         write_all(file, _START.pack(_MAGIC, len(header)) + header)
+        return file, temporary.rename(temporary.with_suffix(SUFFIX))
     except BaseException:
         file.close()
-        os.unlink(name)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise
-    return file, Path(name)
 
 
 def write_all(file: IO[bytes], data: bytes) -> None:

@@ -120,6 +120,20 @@ for n in range(10**6):
     assert not list((tmp_path / "a.history.learn").glob("*.part"))
 
 
+def test_a_kill_before_a_recording_has_its_header_leaves_nothing(scenes: Scenes, tmp_path: Path) -> None:
+    code = """
+import os, signal
+import moecache.spill
+moecache.spill.write_all = lambda file, data: os.kill(os.getpid(), signal.SIGKILL)
+make_cache().record("a.safetensors")
+"""
+    assert scenes.run(code, tmp_path)[0] == -signal.SIGKILL
+    assert len(names(tmp_path)) == 1
+    with make_cache() as cache, cache.record(tmp_path / "a.safetensors"):
+        serve(cache, 1)
+    assert names(tmp_path) == ["a.safetensors"]
+
+
 CHILDREN = {
     "ends": "",
     "closes": "recorder.close(); cache.close()",
