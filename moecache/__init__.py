@@ -14,6 +14,7 @@ from .history import History
 from .lease import Lease
 from .options import CacheOptions
 from .request import Request
+from .request_batch import RequestBatch
 from .stats import RequestStats, Stats
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ __all__ = [
     "Layout",
     "Lease",
     "Request",
+    "RequestBatch",
     "RequestStats",
     "Stats",
     "attach",

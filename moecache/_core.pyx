@@ -3,6 +3,7 @@
 No torch, no I/O, no threads. `docs/architecture.md` has the order of its modules.
 """
 
+from moecache._decide.batch import BatchState
 from moecache._decide.core import Core
 from moecache._decide.dispatch import Dispatcher
 from moecache._decide.estimates import Estimates
@@ -23,6 +24,7 @@ __all__ = [
     "FEATURES",
     "POLICY_CODES",
     "Account",
+    "BatchState",
     "Core",
     "Dispatcher",
     "Estimates",

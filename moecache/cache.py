@@ -26,6 +26,7 @@ from .policy import Score, resolve
 from .pool import Pool
 from .recorder import RecordedModel, Recorder
 from .request import Request
+from .request_batch import RequestBatch
 from .runtime import Runtime, Setup
 from .state import CacheState
 from .stats import Stats
@@ -225,6 +226,16 @@ class ExpertCache:
         if self._learner is not None:
             self._learner.between_requests()
         return Request(self, self._state)
+
+    def batch(self) -> RequestBatch:
+        """Start a batch: steps that several requests share. Close it, or use it as a context manager.
+
+        Raises
+        ------
+        ClosedError
+        """
+        self._state.check_open()
+        return RequestBatch(self, self._state)
 
     def stats(self) -> Stats:
         """Counters since the start or the last :meth:`reset_stats`."""

@@ -30,8 +30,11 @@ from .learning import open_learner
 from .recorder import RecordedModel, Recorder, rescue
 
 if TYPE_CHECKING:
+    import torch
+
     from ._core import RequestState
     from .options import CacheOptions
+    from .recorder import Routed
 
 __all__ = ["CacheFiles", "HistoryFile"]
 
@@ -262,6 +265,20 @@ class CacheFiles:
         self.recorder = recorder
         self._register()
         return recorder
+
+    @property
+    def taking_down(self) -> bool:
+        """Whether anything wants to know what is routed."""
+        return self.recorder is not None or self.learner is not None
+
+    def routed(
+        self, request: Routed, layer: int, ids: torch.Tensor, decode: bool, token_mask: torch.Tensor | None
+    ) -> None:
+        """A request has routed a step: into the recording and the log, where there are any."""
+        if self.recorder is not None:
+            self.recorder.step(request, layer, ids, decode, token_mask)
+        if self.learner is not None:
+            self.learner.step(request, layer, ids, decode, token_mask)
 
     def begun(self, state: RequestState) -> None:
         """A request is open: if nobody ends it, what it has counted is kept when the files are finished."""

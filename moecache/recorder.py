@@ -23,7 +23,7 @@ from .spill import Recording, create_spill, pack, recover, spills_of, write_all
 if TYPE_CHECKING:
     from .bank import ExpertBank
 
-__all__ = ["RecordedModel", "Recorder", "rescue"]
+__all__ = ["RecordedModel", "Recorder", "Routed", "rescue"]
 
 logger = logging.getLogger("moecache")
 

@@ -9,15 +9,50 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from ._core import RequestState, Step
+from ._core import Account, BatchState, RequestState, Step
 from .errors import ClosedError, RoutingError, refuse_copy
 from .lease import DeviceLease, Lease
-from .router_output import ID_SIZE, UNSIGNED, check_token_mask, check_topk_weights, ids_on_cpu, signed
+from .router_output import check_token_mask, check_topk_weights, checked_ids
 from .runtime import Runtime
 from .state import CacheState
 from .stats import RequestStats
 
-__all__ = ["Request"]
+__all__ = ["Request", "StepClock", "stats_of"]
+
+
+class StepClock:
+    """Tells a cache how long its decode steps take without what they wait for.
+
+    Parameters
+    ----------
+    account : Account
+        Of whoever routes the steps.
+    """
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self._decoded_at = 0.0
+        self._waited_before_ns = 0  # for bytes or a slot, up to the last decode step
+
+    def step(self, decode: bool, runtime: Runtime) -> None:
+        now = time.perf_counter() if decode else 0.0
+        waited_ns = self._account.stall_ns + self._account.slot_wait_ns
+        if decode and self._decoded_at:
+            waited_s = (waited_ns - self._waited_before_ns) / 1e9
+            runtime.report_pace(now - self._decoded_at - waited_s)
+        self._decoded_at, self._waited_before_ns = now, waited_ns
+
+
+def stats_of(state: RequestState | BatchState) -> RequestStats:
+    """What a request or a batch has asked of its cache so far."""
+    return RequestStats(
+        demands=state.account.demands,
+        hits=state.account.hits,
+        prompt_tokens=state.prompt_tokens,
+        decode_tokens=state.decode_tokens,
+        stall_s=state.account.stall_ns / 1e9,
+        slot_wait_s=state.account.slot_wait_ns / 1e9,
+    )
 
 
 class Request:
@@ -38,10 +73,8 @@ class Request:
         while (state := shared.runtime.core.begin_request()) is None:
             shared.follow(began)
         self._state: RequestState = state
-        self._account = state.account
         shared.files.begun(state)
-        self._decoded_at = 0.0
-        self._waited_before_ns = 0  # for bytes or a slot, up to the last step of the completion
+        self._clock = StepClock(state.account)
         self.closed = False
 
     @property
@@ -50,16 +83,12 @@ class Request:
         return tuple(np.split(self._state.match.counts, np.cumsum(self._shared.runtime.setup.bank.num_experts)[:-1]))
 
     def stats(self) -> RequestStats:
-        """What this request has asked of the cache so far; the sums over all requests are the cache's."""
-        state = self._state
-        return RequestStats(
-            demands=state.account.demands,
-            hits=state.account.hits,
-            prompt_tokens=state.prompt_tokens,
-            decode_tokens=state.decode_tokens,
-            stall_s=state.account.stall_ns / 1e9,
-            slot_wait_s=state.account.slot_wait_ns / 1e9,
-        )
+        """What this request has asked of the cache so far.
+
+        The sums over all requests and batches are the cache's, with what requests did in a batch left to the batch: an expert
+        that several of them ask for counts for each of them here, and once there; waits are counted there alone.
+        """
+        return stats_of(self._state)
 
     def route(
         self,
@@ -102,23 +131,14 @@ class Request:
             raise ClosedError("this request is closed" if self.closed else "this cache is closed; make a new one")
         if runtime.copies is not None:
             runtime.copies.check(f"layer {layer}: experts were asked for")
-        if type(ids) is not torch.Tensor or not ids.is_cpu:
-            ids = ids_on_cpu(ids, runtime.setup.device, layer)
-        itemsize = ID_SIZE.get(ids.dtype)
-        if itemsize is None and ids.dtype in UNSIGNED:
-            ids, itemsize = signed(ids), 8
-        if itemsize is None:
-            raise RoutingError(f"layer {layer}: ids are {ids.dtype}; expected integers such as torch.int64")
-        shape = ids.shape
-        if len(shape) != 2:
-            raise RoutingError(f"layer {layer}: ids have shape {tuple(shape)}; expected [tokens, k]")
-        tokens, k = shape
+        ids, itemsize = checked_ids(ids, runtime.setup.device, layer)
+        tokens, k = ids.shape
         if topk_weights is not None:
             check_topk_weights(topk_weights, ids, layer)
         row_stride, column_stride = ids.stride()
         mask = None if token_mask is None else check_token_mask(token_mask, tokens, layer)
         decode = tokens == 1 if decode is None else decode
-        self._time(decode)
+        self._clock.step(decode, runtime)
         step = runtime.core.route(
             self._state,
             layer,
@@ -135,12 +155,8 @@ class Request:
         if step is None:
             runtime, step = self._route_after_resize(layer, ids, itemsize, decode, mask)
         lease = Lease(self, cache, runtime, step) if runtime.copies is None else DeviceLease(self, cache, runtime, step)
-        files = cache.files
         try:
-            if files.recorder is not None:
-                files.recorder.step(self, layer, ids, step.decode, mask)
-            if files.learner is not None:
-                files.learner.step(self, layer, ids, step.decode, mask)
+            cache.files.routed(self, layer, ids, decode, mask)
             if not step.plan.empty:
                 lease._submit()
         except BaseException:
@@ -171,15 +187,6 @@ class Request:
             )
             if step is not None:
                 return runtime, step
-
-    def _time(self, decode: bool) -> None:
-        # From one step of the completion to the next, less what this request waited for bytes.
-        now = time.perf_counter() if decode else 0.0
-        waited_ns = self._account.stall_ns + self._account.slot_wait_ns
-        if decode and self._decoded_at:
-            waited_s = (waited_ns - self._waited_before_ns) / 1e9
-            self._shared.runtime.report_pace(now - self._decoded_at - waited_s)
-        self._decoded_at, self._waited_before_ns = now, waited_ns
 
     def hint(self, layer: int, chances: torch.Tensor | np.ndarray) -> None:
         """Say what is known better of a coming layer, such as the model's own router on the hidden state of this one.
@@ -218,11 +225,8 @@ class Request:
         if self.closed:
             return
         self.closed = True
-        cache, runtime = self._shared, self._shared.runtime
-        if runtime.copies is not None and not cache.closed:
-            pinned = runtime.core.open_steps.pinned_by(self._state)
-            if len(pinned):
-                runtime.copies.mark_readers(pinned)
+        cache = self._shared
+        cache.mark_readers(self._state)
         began = time.monotonic()
         cache.files.ending(self._state)  # before it ends, lest a signal handler counts it a second time
         while not cache.runtime.core.end_request(self._state, keep):

@@ -9,14 +9,28 @@ import torch
 
 from .errors import RoutingError
 
-__all__ = ["ID_SIZE", "UNSIGNED", "check_token_mask", "check_topk_weights", "ids_on_cpu", "signed"]
+__all__ = ["check_token_mask", "check_topk_weights", "checked_ids"]
 
 # Bytes of an id as _core reads them; -1 marks the unsigned byte.
-ID_SIZE = {torch.int64: 8, torch.int32: 4, torch.int16: 2, torch.int8: 1, torch.uint8: -1}
-UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+_ID_SIZE = {torch.int64: 8, torch.int32: 4, torch.int16: 2, torch.int8: 1, torch.uint8: -1}
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
-def ids_on_cpu(ids: Any, device: torch.device, layer: int) -> torch.Tensor:
+def checked_ids(ids: Any, device: torch.device, layer: int) -> tuple[torch.Tensor, int]:
+    """Ids ``[tokens, k]`` on the CPU, and the bytes of one as `_core` reads them."""
+    if type(ids) is not torch.Tensor or not ids.is_cpu:
+        ids = _on_cpu(ids, device, layer)
+    itemsize = _ID_SIZE.get(ids.dtype)
+    if itemsize is None and ids.dtype in _UNSIGNED:
+        ids, itemsize = _signed(ids), 8
+    if itemsize is None:
+        raise RoutingError(f"layer {layer}: ids are {ids.dtype}; expected integers such as torch.int64")
+    if ids.dim() != 2:
+        raise RoutingError(f"layer {layer}: ids have shape {tuple(ids.shape)}; expected [tokens, k]")
+    return ids, itemsize
+
+
+def _on_cpu(ids: Any, device: torch.device, layer: int) -> torch.Tensor:
     # Ids may come as anything array-like; on another device only if it is the cache's own.
     try:
         tensor: torch.Tensor = ids if isinstance(ids, torch.Tensor) else torch.as_tensor(ids, device="cpu")
@@ -31,7 +45,7 @@ def ids_on_cpu(ids: Any, device: torch.device, layer: int) -> torch.Tensor:
     return tensor.to("cpu")
 
 
-def signed(ids: torch.Tensor) -> torch.Tensor:
+def _signed(ids: torch.Tensor) -> torch.Tensor:
     # What does not fit stays out of range.
     wide = ids.to(torch.int64)
     return wide.where(wide >= 0, torch.iinfo(torch.int64).max)

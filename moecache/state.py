@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import ClosedError, LeaseError, TransferError
 from .persistence import CacheFiles
 from .runtime import Runtime
+
+if TYPE_CHECKING:
+    from ._core import BatchState, RequestState
 
 __all__ = ["SLICE_S", "CacheState"]
 
@@ -109,6 +112,14 @@ class CacheState:
                 self._swap(self.current().pool.slots if slots is None else slots)
             finally:
                 self._resizer = 0
+
+    def mark_readers(self, routed_by: RequestState | BatchState) -> None:
+        """Before the leases that a request or a batch still has end: kernels already issued may read their slots."""
+        runtime = self.runtime
+        if runtime.copies is not None and not self.closed:
+            pinned = runtime.core.open_steps.pinned_by(routed_by)
+            if len(pinned):
+                runtime.copies.mark_readers(pinned)
 
     def hold_copies(self) -> Any:
         """Keep copies from starting until the object that is returned is ended (``end()``) or collected.

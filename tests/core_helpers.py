@@ -10,6 +10,7 @@ from reference_core import (
     Estimates,
     HistoryReference,
     call_route,
+    call_route_batch,
     run_step,
 )
 
@@ -118,6 +119,25 @@ class Twins:
         run_step(self.core, step)
         self.core.release(step)
         self.estimates.observe(request, layer, ids, decode, counted)
+        return step
+
+    def route_batch(
+        self, batch: Any, layer: int, parts: list[tuple[int, list[list[int]], bool]], counted: list[bool]
+    ) -> Any:
+        """One step of several requests: number, rows and whether they are decoded of each; `counted` by row."""
+        step = call_route_batch(
+            self.core, batch, layer, [(self.pairs[n][0], rows, decode) for n, rows, decode in parts], counted
+        )
+        run_step(self.core, step)
+        self.core.release(step)
+        first = np.cumsum([0, *(len(rows) for _, rows, _ in parts)])
+        self.estimates.observe_all(
+            layer,
+            [
+                (self.pairs[n][1], rows, decode, counted[first[i] : first[i + 1]])
+                for i, (n, rows, decode) in enumerate(parts)
+            ],
+        )
         return step
 
     def check(self) -> None:

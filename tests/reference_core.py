@@ -210,6 +210,7 @@ class RequestReference:
         self.prompt_tokens = self.decode_tokens = 0
         self.previous: tuple[int, list[list[int]]] | None = None
         self.hazards = np.zeros((len(INTERVALS), self.layout.total))
+        self.seen: tuple[int, list[list[int]], bool] = (0, [], False)
         self.snapshots = [Snapshot(-1 - 7 * layer % 32) for layer in range(self.layout.layers)]
 
     @property
@@ -235,7 +236,6 @@ class RequestReference:
         if seen:
             one_token = not decode or len(seen) == 1
             self.lift[rows] = self._lift(layer, seen[-1], width) if one_token else 1.0
-            self._succeed(layer, seen, decode, width)
         tokens = sum(bool(row) for row in seen)
         self._age(layer, seen[0] if decode and len(seen) == tokens == 1 else None)
         self.k = width
@@ -244,6 +244,13 @@ class RequestReference:
             self.rows = max(tokens, 1)
         elif layer == 0:
             self.prompt_tokens += tokens
+        self.seen = layer, seen, decode
+
+    def record(self) -> None:
+        """What the step observed last says of what follows what, for all requests."""
+        layer, seen, decode = self.seen
+        if seen:
+            self._succeed(layer, seen, decode, self.k)
         self._learn(layer, seen, decode)
 
     def _age(self, layer: int, used: list[int] | None) -> None:
@@ -368,8 +375,19 @@ class Estimates:
         decode: bool,
         counted: Sequence[bool] | None = None,
     ) -> None:
-        request.observe(layer, ids, decode, counted)
-        request.look(layer, self.prior, max((len(row) for row in ids), default=0))
+        self.observe_all(layer, [(request, ids, decode, counted)])
+
+    def observe_all(
+        self,
+        layer: int,
+        parts: Sequence[tuple[RequestReference, Sequence[Sequence[int]], bool, Sequence[bool] | None]],
+    ) -> None:
+        """One step whose rows belong to several requests."""
+        for request, ids, decode, counted in parts:
+            request.observe(layer, ids, decode, counted)
+            request.look(layer, self.prior, max((len(row) for row in ids), default=0))
+        for request, *_ in parts:
+            request.record()
         self.refresh(layer)
 
     def end(self, request: RequestReference, keep: bool) -> None:
@@ -509,6 +527,32 @@ def call_route(
         array.shape[0] == 1 if decode is None else decode,
         0 if mask is None else mask.ctypes.data,
         padding_id,
+    )
+
+
+def call_route_batch(
+    core: Any,
+    batch: Any,
+    layer: int,
+    parts: Sequence[tuple[Any, Sequence[Sequence[int]], bool]],
+    counted: Sequence[bool] | None = None,
+) -> Any:
+    """`Core.route_batch` with the rows of each request instead of an address."""
+    array = np.array([row for _, rows, _ in parts for row in rows], np.int64)
+    mask = None if counted is None else np.array(counted, np.bool_)
+    row, column = strides_of(array)
+    return core.route_batch(
+        batch,
+        [request for request, _, _ in parts],
+        [len(rows) for _, rows, _ in parts],
+        [decode for _, _, decode in parts],
+        layer,
+        array.ctypes.data,
+        array.itemsize,
+        array.shape[1],
+        row,
+        column,
+        0 if mask is None else mask.ctypes.data,
     )
 
 

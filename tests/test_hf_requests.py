@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import moecache
 import moecache.hf
-from moecache import Request
+from moecache import Request, RequestBatch
 
 IDS = torch.randint(2, 96, (1, 7), generator=torch.Generator().manual_seed(0))
 OTHER = torch.randint(2, 96, (1, 5), generator=torch.Generator().manual_seed(1))
@@ -118,7 +118,7 @@ def test_generate_without_a_key_value_cache_is_one_request(model, opened: list[R
     with_cache = generate(model, num_beams=beams)
     without = generate(model, num_beams=beams, use_cache=False)
     assert torch.equal(with_cache, without)
-    assert [tokens(request) for request in opened] == [beams * (7 + 3)] * 2
+    assert [tokens(request) for request in opened] == [7 + beams * 3] * 2
     # What is computed again is counted once, and the answer as an answer.
     assert [request.stats().decode_tokens for request in opened] == [3 * beams] * 2
     assert model.moecache.stats().requests == 2
@@ -256,7 +256,7 @@ def test_closing_the_cache_ends_requests(folder: Path, opened: list[Request]) ->
 
 
 @pytest.mark.failure("D14")
-def test_continuous_batching_is_one_request_and_answers_like_the_resident_model(
+def test_sequences_of_continuous_batching_have_requests_of_their_own(
     folder: Path, model, opened: list[Request]
 ) -> None:
     prompts = [[5, 6, 7, 8, 9], [10, 11, 12], [4] * 7]
@@ -269,8 +269,9 @@ def test_continuous_batching_is_one_request_and_answers_like_the_resident_model(
     assert all(len(answer) == 6 for answer in expected)
     assert answers(model) == expected
     gc.collect()
-    assert [tokens(request) for request in opened] == [15 + 3 * 5]
-    assert opened[0].closed
+    assert sorted(tokens(request) for request in opened) == [3 + 5, 5 + 5, 7 + 5]
+    assert sorted(request.stats().decode_tokens for request in opened) == [5] * 3
+    assert len(model.moecache.history) == 3
 
 
 @pytest.mark.failure("52")
@@ -321,7 +322,9 @@ def test_inputs_embeds(model, opened: list[Request]) -> None:
 
 def test_beams(model, opened: list[Request]) -> None:
     model.generate(IDS, max_new_tokens=3, num_beams=3, do_sample=False)
-    assert [tokens(request) for request in opened] == [3 * 7 + 2 * 3]
+    assert [tokens(request) for request in opened] == [7 + 2 * 3]  # the prompt once
+    model.generate(OTHER.repeat(2, 1), max_new_tokens=3, num_beams=3, num_return_sequences=2, do_sample=False)
+    assert [tokens(request) for request in opened[1:]] == [5 + 2 * 3] * 2
 
 
 @torch.no_grad()
@@ -364,7 +367,7 @@ def test_no_token_and_repeated_experts(model) -> None:
 @pytest.mark.failure("54")
 def test_decode_steps_are_told_apart(model) -> None:
     seen = []
-    route = Request.route
+    route = RequestBatch.route
 
     def spy(self, layer, ids, *args, **kwargs):
         seen.append((layer, tuple(ids.shape), kwargs["decode"], kwargs["token_mask"] is not None))
@@ -372,7 +375,7 @@ def test_decode_steps_are_told_apart(model) -> None:
 
     ids, mask = left_padded()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Request, "route", spy)
+        patch.setattr(RequestBatch, "route", spy)
         model.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
     prompt = [(layer, (36, TOP_K), False, True) for layer in range(LAYERS)]
     decode = [(layer, (4, TOP_K), True, False) for layer in range(LAYERS)]

@@ -74,8 +74,8 @@ def test_padding_is_computed_but_not_counted_whatever_form_the_mask_has(
     }[form]  # fmt: skip
     if form not in ("by-kind", "4d-inf"):  # rows that attend to nothing are NaN with -inf
         model(ids, attention_mask=given)
-        assert tokens(opened[0]) == int(mask.sum())
-    rows = Rows(ids, given, 0, None, None, Ends(), [])
+        assert [tokens(request) for request in opened] == mask.sum(1).tolist()
+    rows = Rows(ids, given, 0, None, 1, Ends(), [])
     assert torch.equal(rows.token_mask(), mask.bool().reshape(-1))
 
 
@@ -85,7 +85,7 @@ def test_masks_that_say_nothing_count_all(model) -> None:
     ids, mask = left_padded()
     for given in (None, "flash", {}, {"full_attention": None}, mask[:, :3], mask[:3], torch.ones_like(mask), mask.to("meta"),
                   torch.zeros(4, 1, 3, 9), torch.ones(4, 1, 9, 0), torch.ones(9)):  # fmt: skip
-        assert Rows(ids, given, 0, None, None, Ends(), []).token_mask() is None
+        assert Rows(ids, given, 0, None, 1, Ends(), []).token_mask() is None
 
 
 @torch.no_grad()
@@ -96,13 +96,13 @@ def test_masks_of_a_later_pass(model, opened: list[Request]) -> None:
     more = torch.cat([mask, torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]])], 1)
     last = torch.full((4, 3), 5)
     model(last, attention_mask=more, **continued(model, first.past_key_values))
-    assert tokens(opened[0]) == int(more.sum())
+    assert [tokens(request) for request in opened] == more.sum(1).tolist()
     for keys in (12, 20):  # a static cache has keys for what is still to come
         seen = square(model, more, 9, keys)
-        rows = Rows(last, seen, 9, None, None, Ends(), [])
+        rows = Rows(last, seen, 9, None, 1, Ends(), [])
         assert torch.equal(rows.token_mask(), more[:, 9:].bool().reshape(-1))
     wide = torch.cat([more, torch.zeros(4, 8, dtype=more.dtype)], 1)
-    assert torch.equal(Rows(last, wide, 9, None, None, Ends(), []).token_mask(), more[:, 9:].bool().reshape(-1))
+    assert torch.equal(Rows(last, wide, 9, None, 1, Ends(), []).token_mask(), more[:, 9:].bool().reshape(-1))
 
 
 @pytest.mark.failure("D15")
@@ -116,8 +116,7 @@ def test_padding_with_every_kind_of_key_value_cache(model, opened: list[Request]
     options = {} if cache == "dynamic" else {"cache_implementation": cache}
     for _ in range(2):
         model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False, **options)
-    assert tokens(opened[0]) == int(mask.sum()) + 2 * 4
-    assert sum(tokens(request) for request in opened) == 2 * tokens(opened[0])
+    assert [tokens(request) for request in opened] == [n + 2 for n in mask.sum(1).tolist()] * 2
 
 
 @torch.no_grad()
@@ -130,24 +129,35 @@ def test_padding_in_a_static_cache(model, opened: list[Request]) -> None:
     made = create_causal_mask(model.config, inputs_embeds=embeds, attention_mask=mask, past_key_values=static)
     assert made.shape[-1] == 32
     model(ids, attention_mask=made, past_key_values=static)
-    assert tokens(opened[0]) == int(mask.sum())
+    assert [tokens(request) for request in opened] == mask.sum(1).tolist()
 
 
 def test_padding_of_models_with_sliding_windows(tmp_path: Path, opened: list[Request]) -> None:
     model = load_empty(save("gpt_oss", tmp_path))
     moecache.attach(model, 8)
     ids, mask = left_padded(rows=4, longest=14)
-    for n, options in enumerate(({}, {"cache_implementation": "static"})):
+    for options in ({}, {"cache_implementation": "static"}):
         model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False, **options)
-        assert tokens(opened[n]) == int(mask.sum()) + 2 * 4
+    assert [tokens(request) for request in opened] == [n + 2 for n in mask.sum(1).tolist()] * 2
     moecache.detach(model)
 
 
-def test_rows_behind_the_last_packed_sequence_are_padding() -> None:
-    ids = torch.ones((1, 8), dtype=torch.long)
-    counted = Rows(ids, None, None, None, torch.tensor([0, 2, 5]), Ends(), []).token_mask()
-    assert counted.tolist() == [True] * 5 + [False] * 3
-    assert Rows(ids, None, None, None, torch.tensor([0, 2, 8]), Ends(), []).token_mask() is None
+@torch.no_grad()
+@pytest.mark.parametrize("given", ["positions", "boundaries"])
+def test_packed_sequences_have_requests_of_their_own(model, opened: list[Request], given: str) -> None:
+    ids = torch.arange(2, 12)[None]
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2, 3]])
+    if given == "positions":
+        model(ids, position_ids=positions)
+        assert [tokens(request) for request in opened] == [4, 2, 4]
+    else:  # what lies behind the last is padding
+        model(ids, position_ids=positions, cu_seq_lens_q=torch.tensor([0, 4, 6]))
+        assert [tokens(request) for request in opened] == [4, 2]
+    alone = [ids[:, :4], ids[:, 4:6]]
+    for sequence in alone:
+        model(sequence)
+    for packed, request in zip(opened[:2], opened[-2:], strict=True):
+        assert packed.counts[0].tolist() == request.counts[0].tolist()
 
 
 # Answers that have ended
@@ -182,9 +192,10 @@ def test_rows_that_have_finished_stop_counting(eager, model, opened: list[Reques
     found = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **ended, **options)
     assert torch.equal(found[:, ids.shape[1] :], expected)
     length = expected.shape[1]
-    needed = sum(passes(row[:length], eos) for row in free.tolist())
-    assert needed < 4 * (length - 1)
-    assert tokens(opened[0]) == int(mask.sum()) + needed
+    needed = [passes(row[:length], eos) for row in free.tolist()]
+    assert sum(needed) < 4 * (length - 1)
+    assert [tokens(request) for request in opened] == [a + b for a, b in zip(mask.sum(1).tolist(), needed, strict=True)]
+    assert len(model.moecache.history) == 4
 
 
 @pytest.mark.failure("D15")
@@ -201,7 +212,8 @@ def test_rows_ended_by_a_stop_string_count_no_padding(model, opened: list[Reques
     model.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False, stopping_criteria=[FirstRows()],
                    eos_token_id=-5, pad_token_id=95)  # fmt: skip
     # Which token was the last is not seen until padding follows: one pass more a row, but for the last row.
-    assert int(mask.sum()) + 0 + 1 + 2 + 3 <= tokens(opened[0]) <= int(mask.sum()) + 1 + 2 + 3 + 3
+    for row, (request, prompt) in enumerate(zip(opened, mask.sum(1).tolist(), strict=True)):
+        assert prompt + row <= tokens(request) <= prompt + min(row + 1, 3)
 
 
 @torch.no_grad()
@@ -212,7 +224,7 @@ def test_padding_fed_by_a_loop_of_ones_own_is_not_counted(model, opened: list[Re
     pad = model.config.pad_token_id
     for column in ([5, 6, 7, 8], [5, pad, 7, 8], [5, pad, pad, 8]):
         output = model(torch.tensor(column)[:, None], **continued(model, output.past_key_values))
-    assert tokens(opened[0]) == 4 * 5 + 4 + 3 + 2
+    assert [tokens(request) for request in opened] == [5 + 3, 5 + 1, 5 + 2, 5 + 3]
 
 
 # NaN
@@ -233,9 +245,9 @@ def test_rows_of_nan_are_not_counted_and_others_are_right(folder: Path, model, o
     assert logits[1].isnan().all()
     assert logits[2, 6:].isnan().all()
     # Attention may hand NaN on to the tokens before as well, through products with 0.
-    sound = int((~logits.isnan().any(-1)).sum())
-    assert sound in (9 + 9, 9 + 9 + 6)
-    assert [int(layer.sum()) for layer in opened[0].counts] == [sound * TOP_K] * 2
+    sound = (~logits.isnan().any(-1)).sum(1).tolist()
+    assert sound in ([9, 0, 0, 9], [9, 0, 6, 9])
+    assert [[int(layer.sum()) for layer in request.counts] for request in opened] == [[n * TOP_K] * 2 for n in sound]
 
 
 @torch.no_grad()

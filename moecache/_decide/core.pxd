@@ -3,6 +3,7 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
+from moecache._decide.batch cimport BatchState
 from moecache._decide.dispatch cimport Dispatcher
 from moecache._decide.estimates cimport Estimates
 from moecache._decide.evict cimport Evictor
@@ -11,7 +12,7 @@ from moecache._decide.layout cimport Layout
 from moecache._decide.prefetch cimport Prefetcher
 from moecache._decide.request cimport RequestState
 from moecache._decide.slots cimport SlotTable
-from moecache._decide.step cimport OpenSteps, Step
+from moecache._decide.step cimport Account, OpenSteps, Step
 
 
 @cython.final
@@ -34,18 +35,24 @@ cdef class Core:
     cdef readonly bint closed               # nothing begins any more
     cdef readonly object successor          # what took this core's place, and its requests; None: nobody has
     cdef list requests                      # RequestState: running, the oldest first
-    cdef int64_t request_number             # of the next request
+    cdef list batches                       # BatchState: that have begun
+    cdef int64_t request_number             # of the next request or batch
     cdef int64_t routed_tokens              # counted tokens of steps at layer 0
     cdef int32_t at_layer                   # of the last step
     cdef int64_t deciding_ns                # nanoseconds in route()
     cdef int64_t stall_ns                   # nanoseconds that leases waited for bytes
     cdef int64_t slot_wait_ns               # nanoseconds that leases waited for a slot
-    cdef int64_t requests_ns                # nanoseconds that finished requests took until their last lease ended
+    cdef int64_t requests_ns                # nanoseconds that finished requests and batches took until their last lease ended
     cdef int64_t *demands_of                # [L]: layer_demands
     cdef int64_t *hits_of                   # [L]: layer_hits
 
     cdef int observe(self, RequestState request, Step step) except -1
-    cdef int admit(self, Step step, RequestState request) except -1
+    cdef int admit(self, Step step, Account account) except -1
+    cdef int _observe_step(self, RequestState request, Step step) except -1
+    cdef list _accounts(self)
+    cdef bint _waits(self) except -1
+    cdef int _check_layer(self, int32_t layer) except -1
+    cdef int _decide_batch(self, BatchState batch, Step step) except -1
     cdef void share_estimates(self, Core leader) noexcept
     cdef int _end_request(self, RequestState request, bint keep) except -1
     cdef int _end_late(self, RequestState request) except -1

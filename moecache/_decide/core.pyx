@@ -13,6 +13,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uintptr_t
 from moecache.errors import ClosedError, LeaseError, RoutingError, refuse_copy
 
 from moecache._decide.arrays cimport address_of
+from moecache._decide.batch cimport BatchState
 from moecache._decide.dispatch cimport Dispatcher
 from moecache._decide.estimates cimport Estimates
 from moecache._decide.evict cimport EXPECTED_NEXT_USE, Evictor
@@ -20,7 +21,7 @@ from moecache._decide.history cimport HistoryStore
 from moecache._decide.prefetch cimport Prefetcher
 from moecache._decide.request cimport Hints, RequestState
 from moecache._decide.slots cimport PrefetchLedger, SlotTable
-from moecache._decide.step cimport OpenSteps, Step
+from moecache._decide.step cimport Account, OpenSteps, Step
 from moecache._decide.sync cimport moe_now_ns
 
 
@@ -66,7 +67,7 @@ cdef class Core:
         self.layer_demands, self.layer_hits = (np.zeros(store.layout.num_layers, np.int64) for _ in range(2))
         self.demands_of, self.hits_of = (
             <int64_t *> address_of(self.layer_demands), <int64_t *> address_of(self.layer_hits))
-        self.requests = []
+        self.requests, self.batches = [], []
 
     def __reduce__(self):
         refuse_copy(self)
@@ -138,6 +139,39 @@ cdef class Core:
         self._refresh_all()
         return 0
 
+    def begin_batch(self):
+        """Start a batch; end it with `end_batch`. None when another core has taken this one's place.
+
+        Raises
+        ------
+        ClosedError
+        """
+        if self.closed:
+            raise ClosedError("this cache is closed; make a new one")
+        if self.successor is not None:
+            return None
+        cdef BatchState batch = BatchState(self.layout.widest, self.request_number)
+        self.request_number += 1
+        self.batches.append(batch)
+        return batch
+
+    def end_batch(self, BatchState batch):
+        """End a batch's open steps; its requests go on.
+
+        Returns
+        -------
+        bool
+            False when another core has taken this one's place, and has the batch.
+        """
+        if self.successor is not None:
+            return False
+        if batch in self.batches:
+            self.open_steps.close_all(batch)
+            self.batches.remove(batch)
+            self.requests_ns += batch.account.last_ns - batch.account.begun_ns
+            self.prefetcher.forget(batch.account.number)
+        return True
+
     def set_pace(self, double layer_s=0, double expert_s=0, double chunk_s=0):
         """What a clock says. Without it prefetching looks one layer ahead only.
 
@@ -161,9 +195,7 @@ cdef class Core:
             The layer is out of range, the length is not its number of experts, or a number is no chance. Nothing has
             changed.
         """
-        if not 0 <= layer < self.layout.num_layers:
-            raise RoutingError(
-                f"layer {layer} is out of range: this cache has MoE layers 0..{self.layout.num_layers - 1}")
+        self._check_layer(layer)
         given = np.asarray(chances, np.float32)
         if given.shape != (self.layout.experts[layer],):
             raise RoutingError(f"layer {layer}: {given.shape[0] if given.ndim == 1 else given.shape} chances; expected one for "
@@ -174,6 +206,12 @@ cdef class Core:
         if request.hints is None:
             request.hints = Hints(self.store)
         request.hints.give(layer, self.layout.offset[layer], given)
+
+    cdef int _check_layer(self, int32_t layer) except -1:
+        if not 0 <= layer < self.layout.num_layers:
+            raise RoutingError(
+                f"layer {layer} is out of range: this cache has MoE layers 0..{self.layout.num_layers - 1}")
+        return 0
 
     cdef void _predict_all(self, RequestState request) noexcept:
         cdef int32_t layer
@@ -227,13 +265,9 @@ cdef class Core:
         """
         cdef Step step
         cdef int64_t begun = moe_now_ns()
-        if self.closed:
-            raise ClosedError("this cache is closed; make a new one")
-        if self.successor is not None or ((self.frozen or self.slots.worn) and not self.open_steps.here()):
+        if self._waits():
             return None
-        if not 0 <= layer < self.layout.num_layers:
-            raise RoutingError(
-                f"layer {layer} is out of range: this cache has MoE layers 0..{self.layout.num_layers - 1}")
+        self._check_layer(layer)
         if request.busy:
             raise RoutingError(f"layer {layer}: another thread is routing this request; give each thread a request of its own")
         step = Step(layer, tokens, k, decode, self.layout.experts[layer])
@@ -254,6 +288,74 @@ cdef class Core:
         self.deciding_ns += moe_now_ns() - begun
         return step
 
+    def route_batch(self, BatchState batch, list requests, list rows, list decodes, int32_t layer, uintptr_t ids, int itemsize,
+                    int k, Py_ssize_t row_stride, Py_ssize_t column_stride, uintptr_t token_mask=0, int64_t padding_id=-1):
+        """As `route`, for a step whose rows belong to several requests.
+
+        Parameters
+        ----------
+        batch : BatchState
+        requests : list of RequestState or None
+            Whose the rows are, in their order. None: rows that are computed, and that `token_mask` says not to count.
+        rows : list of int
+            Rows of each.
+        decodes : list of bool
+            For each whether to count its rows as decode rather than prompt.
+
+        Other parameters, what is returned and what is raised are those of `route`; where a request is named twice, another
+        thread is routing one, or one has ended, nothing has changed.
+        """
+        cdef Step step
+        cdef RequestState request
+        cdef int64_t begun = moe_now_ns()
+        if self._waits():
+            return None
+        self._check_layer(layer)
+        step = Step(layer, sum(rows), k, all(decodes), self.layout.experts[layer])
+        batch.hold(requests)
+        self.open_steps.routing += 1
+        try:
+            step.read(<const char *> ids, itemsize, row_stride, column_stride, <const uint8_t *> token_mask, padding_id,
+                      self.store.gil)
+            batch.split(step, requests, rows, decodes)
+            self._decide_batch(batch, step)
+        finally:
+            batch.let_go()
+            self.open_steps.routing -= 1
+            if self.frozen:
+                self.open_steps.notify()
+            for request in filter(None, requests):
+                if request.ending:
+                    keep, request.ending = request.ending == 2, 0
+                    self.end_request(request, keep)
+        step.plan.export()
+        self.deciding_ns += moe_now_ns() - begun
+        return step
+
+    cdef bint _waits(self) except -1:
+        # Whether a step is not to begin here, or not now.
+        if self.closed:
+            raise ClosedError("this cache is closed; make a new one")
+        return self.successor is not None or ((self.frozen or self.slots.worn) and not self.open_steps.here())
+
+    cdef int _decide_batch(self, BatchState batch, Step step) except -1:
+        batch.count()   # may let others in; from here on nobody comes between
+        self.open_steps.begin_decision()
+        try:
+            batch.observe(self.estimates.prior)
+            self._observe_step(batch.first(), step)
+            self.open_steps.open(step, batch, batch.account)
+            if step.unique:
+                batch.credit(self.slots)
+                self.admit(step, batch.account)
+                self.dispatcher.serve(step)
+                if step.decode and batch.requests:
+                    self.prefetcher.plan(None, batch, step)
+            batch.record()
+        finally:
+            self.open_steps.end_decision()
+        return 0
+
     cdef int _end_late(self, RequestState request) except -1:
         cdef bint keep = request.ending == 2
         request.ending = 0
@@ -267,10 +369,10 @@ cdef class Core:
             self.observe(request, step)
             self.open_steps.open(step, request, request.account)
             if step.unique:
-                self.admit(step, request)
+                self.admit(step, request.account)
                 self.dispatcher.serve(step)
                 if step.decode:
-                    self.prefetcher.plan(request, step)
+                    self.prefetcher.plan(request, None, step)
             request.record(step)
         finally:
             self.open_steps.end_decision()
@@ -278,30 +380,33 @@ cdef class Core:
 
     cdef int observe(self, RequestState request, Step step) except -1:
         """What a step shows, whatever the slots hold."""
-        self.evictor.current = request
         request.observe(step)
+        request.predict(step.layer, self.estimates.prior, step.k)
+        return self._observe_step(request, step)
+
+    cdef int _observe_step(self, RequestState request, Step step) except -1:
+        self.evictor.current = request
         self.estimates.observe(step)
         self.slots.steps += 1
         self.at_layer = step.layer
         if step.layer == 0:
             self.routed_tokens += step.counted_tokens
-        request.predict(step.layer, self.estimates.prior, step.k)
         self._refresh_layer(step.layer)
         return 0
 
-    cdef int admit(self, Step step, RequestState request) except -1:
+    cdef int admit(self, Step step, Account account) except -1:
         """Classify every expert against the cache as it stood, and pin those already there so that none can be a victim
         of its own step."""
         self.dispatcher.admit(step)
-        self.prefetcher.settle(request.account.number, step)
+        self.prefetcher.settle(account.number, step)
         self.slots.ledger.needed(step.missing)
         self.demands += step.unique
         self.hits += step.hits
         self.misses += step.missing
         self.demands_of[step.layer] += step.unique
         self.hits_of[step.layer] += step.hits
-        request.account.demands += step.unique
-        request.account.hits += step.hits
+        account.demands += step.unique
+        account.hits += step.hits
         return 0
 
     def release(self, Step step):
@@ -336,6 +441,8 @@ cdef class Core:
         self.closed = True   # first: whose step ends below learns why
         for request in list(self.requests):
             self.end_request(request)
+        for batch in list(self.batches):
+            self.end_batch(batch)
         self.open_steps.close_all(None)
         self.open_steps.notify()
 
@@ -370,7 +477,8 @@ cdef class Core:
             raise ClosedError("this cache is closed; make a new one")
         if old.open_steps.count():
             raise LeaseError("a step of the core to be replaced is open")
-        self.requests, self.request_number, self.at_layer = old.requests, old.request_number, old.at_layer
+        self.requests, self.batches, self.request_number = old.requests, old.batches, old.request_number
+        self.at_layer = old.at_layer
         self.layer_demands[:], self.layer_hits[:] = old.layer_demands, old.layer_hits
         self.demands, self.hits, self.misses = old.demands, old.hits, old.misses
         self.dispatcher.waves, self.finished, self.routed_tokens = old.dispatcher.waves, old.finished, old.routed_tokens
@@ -383,7 +491,7 @@ cdef class Core:
         self.estimates.refresh_prior()
         self._refresh_all()
         if successor is not None:
-            old.successor, old.requests, old.evictor.current = successor, [], None
+            old.successor, old.requests, old.batches, old.evictor.current = successor, [], [], None
             old.open_steps.notify()
 
     cdef void share_estimates(self, Core leader) noexcept:
@@ -395,21 +503,25 @@ cdef class Core:
     def counters(self):
         """dict of int: monotonic since the start or the last `reset_counters`."""
         cdef int64_t requests_ns = self.requests_ns
-        cdef RequestState request
-        for request in self.requests:
-            requests_ns += request.account.last_ns - request.account.begun_ns
+        cdef Account account
+        for account in self._accounts():
+            requests_ns += account.last_ns - account.begun_ns
         return {"demands": self.demands, "hits": self.hits, "misses": self.misses, "evictions": self.slots.evictions,
                 "waves": self.dispatcher.waves, "steps": self.slots.steps, "tokens": self.routed_tokens, "requests": self.finished,
                 "deciding_ns": self.deciding_ns, "computing_ns": self.open_steps.computing_ns, "stall_ns": self.stall_ns,
                 "slot_wait_ns": self.slot_wait_ns, "requests_ns": requests_ns,
                 **self.slots.ledger.counters()}
 
+    cdef list _accounts(self):
+        # Whose steps took time: requests on their own, and batches.
+        return [request.account for request in self.requests] + [batch.account for batch in self.batches]
+
     def reset_counters(self):
         """Count from zero again."""
-        cdef RequestState request
+        cdef Account account
         cdef int64_t now = moe_now_ns()
-        for request in self.requests:
-            request.account.begun_ns = request.account.last_ns = now
+        for account in self._accounts():
+            account.begun_ns = account.last_ns = now
         self.demands = self.hits = self.misses = self.dispatcher.waves = self.finished = self.routed_tokens = 0
         self.deciding_ns = self.stall_ns = self.slot_wait_ns = self.requests_ns = 0
         self.open_steps.computing_ns = 0

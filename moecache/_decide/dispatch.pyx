@@ -153,7 +153,7 @@ cdef class Dispatcher:
             return False
         if not step.open:
             raise LeaseError(f"layer {step.layer}: this lease has ended")
-        if step.request is not None:
+        if isinstance(step.request, RequestState):
             self.evictor.current = <RequestState> step.request   # another thread may have routed the last step
         self.open_steps.begin_decision()
         try:

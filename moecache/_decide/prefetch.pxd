@@ -3,6 +3,7 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
+from moecache._decide.batch cimport BatchState
 from moecache._decide.evict cimport Evictor
 from moecache._decide.pairs cimport PairTable
 from moecache._decide.plan cimport Plan
@@ -46,17 +47,18 @@ cdef class Prefetcher:
     cdef void set_pace(self, double layer_s, double expert_s, double chunk_s) noexcept nogil
     cdef int settle(self, int64_t owner, Step step) except -1
     cdef void forget(self, int64_t owner) noexcept nogil
-    cdef const float *forecast(self, RequestState request, Step step, int32_t target, int distance) noexcept
-    cdef int plan(self, RequestState request, Step step) except -1
+    cdef const float *forecast(self, RequestState request, Step step, int32_t target, int distance, const float *use) noexcept
+    cdef const float *forecast_all(self, BatchState batch, int32_t target, int distance) noexcept
+    cdef int plan(self, RequestState request, BatchState batch, Step step) except -1
     cdef void inherit(self, Prefetcher old) noexcept
     cdef int _cancel(self, int i, Plan plan) except -1 nogil
     cdef void _advance(self) noexcept nogil
     cdef bint _may(self, Step step) noexcept
-    cdef int _rank(self, RequestState request, Step step, int depth, float least) except -1
-    cdef int _rank_layer(self, RequestState request, Plan plan, int32_t target, int distance, float least,
+    cdef int _rank(self, RequestState request, BatchState batch, Step step, int depth, float least) except -1
+    cdef int _rank_layer(self, int64_t owner, Plan plan, int32_t target, int distance, float least,
                          const float *chance) except -1 nogil
     cdef void _offer(self, Candidate candidate) noexcept nogil
     cdef int _select(self, int wanted, double idle) noexcept nogil
-    cdef int _queue(self, RequestState request, Step step, int n) except -1
-    cdef int _queue_group(self, RequestState request, Step step, int n, int32_t group) except -1
+    cdef int _queue(self, int64_t owner, Step step, int n) except -1
+    cdef int _queue_group(self, int64_t owner, Step step, int n, int32_t group) except -1
     cdef int _start(self, int64_t owner, const Candidate *candidate, int32_t slot, Plan plan) except -1

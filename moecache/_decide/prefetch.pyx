@@ -8,6 +8,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t
 from moecache.errors import refuse_copy
 
 from moecache._decide.arrays cimport address_of
+from moecache._decide.batch cimport BatchState
 from moecache._decide.evict cimport Evictor
 from moecache._decide.layout cimport Layout
 from moecache._decide.pairs cimport PairTable
@@ -108,8 +109,9 @@ cdef class Prefetcher:
 
     # What is known of coming layers
 
-    cdef const float *forecast(self, RequestState request, Step step, int32_t target, int distance) noexcept:
-        """Chance that the request uses each expert of `target`, `distance` layer steps from now."""
+    cdef const float *forecast(self, RequestState request, Step step, int32_t target, int distance, const float *use) noexcept:
+        """Chance that the request uses each expert of `target`, `distance` layer steps from now; `use` is that of its next
+        visit, whatever this step shows."""
         cdef Layout layout = self.slots.layout
         cdef int32_t begin = layout.offset[target], e
         if request.hints is not None and request.hints.given[target]:
@@ -120,11 +122,25 @@ cdef class Prefetcher:
             for e in range(layout.experts[target]):
                 self.chance[e] = min(request.match.ratio(begin + e, target) * step.k, <float> 1.0)
         elif distance == 1:
-            self.transitions.chances_after(step.layer, self.chance, &self.evictor.estimates.use[begin], self.work,
-                                           step.experts, step.unique, step.k)
+            self.transitions.chances_after(step.layer, self.chance, use, self.work, step.experts, step.unique, step.k)
         else:
-            return &self.evictor.estimates.use[begin]
+            return use
         return self.chance
+
+    cdef const float *forecast_all(self, BatchState batch, int32_t target, int distance) noexcept:
+        """Chance that one of a batch's requests uses each expert of `target`, `distance` layer steps from now."""
+        cdef int32_t begin = self.slots.layout.offset[target], count = self.slots.layout.experts[target], e
+        cdef RequestState request
+        cdef const float *chance
+        cdef int i
+        for e in range(count):
+            batch.chance[e] = 0
+        for i in range(len(batch.requests)):
+            request = batch.requests[i]
+            chance = self.forecast(request, <Step> batch.parts[i], target, distance, &request.predictor.hazard[begin])
+            for e in range(count):
+                batch.chance[e] += (1 - batch.chance[e]) * chance[e]
+        return batch.chance
 
     # Which to move
 
@@ -138,8 +154,10 @@ cdef class Prefetcher:
             return False
         return self.ledger.useful_share >= self.floor or (<uint32_t> self.slots.steps * HASH) >> 26 == 0
 
-    cdef int plan(self, RequestState request, Step step) except -1:
-        """Queue prefetches for coming layers, where that is worth a transfer, and drop those that no longer are."""
+    cdef int plan(self, RequestState request, BatchState batch, Step step) except -1:
+        """Queue prefetches for coming layers, where that is worth a transfer, and drop those that no longer are. The step is a
+        request's, or, where there is one, a batch's."""
+        cdef int64_t owner = request.account.number if batch is None else batch.account.number
         cdef double idle = step.k
         cdef float least = CHANCE_BLIND
         cdef int depth = 1, n
@@ -150,10 +168,10 @@ cdef class Prefetcher:
             least = max(CHANCE_WANTED, self.break_even)
             depth = min(MAX_DEPTH, self.slots.layout.num_layers - 1)
         self.num_candidates, self.most_candidates = 0, min(MAX_CANDIDATES, MAX_IN_FLIGHT - self.ledger.size)
-        self._rank(request, step, depth, least)
+        self._rank(request, batch, step, depth, least)
         n = self._select(MAX_IN_FLIGHT - self.ledger.size, idle)
         if n:
-            self._queue(request, step, n)
+            self._queue(owner, step, n)
         return 0
 
     cdef void _advance(self) noexcept nogil:
@@ -170,23 +188,29 @@ cdef class Prefetcher:
             entry.left -= moved
             idle -= moved
 
-    cdef int _rank(self, RequestState request, Step step, int depth, float least) except -1:
+    cdef int _rank(self, RequestState request, BatchState batch, Step step, int depth, float least) except -1:
         # The likeliest experts of the coming layers that have no slot.
         cdef int d
         cdef int32_t target = step.layer
+        cdef const float *use
         for d in range(1, depth + 1):
             target = self.slots.layout.following(target)
-            self._rank_layer(request, step.plan, target, d, least, self.forecast(request, step, target, d))
+            if batch is None:
+                use = &self.evictor.estimates.use[self.slots.layout.offset[target]]
+                self._rank_layer(request.account.number, step.plan, target, d, least,
+                                 self.forecast(request, step, target, d, use))
+            else:
+                self._rank_layer(batch.account.number, step.plan, target, d, least, self.forecast_all(batch, target, d))
         return 0
 
-    cdef int _rank_layer(self, RequestState request, Plan plan, int32_t target, int distance, float least,
+    cdef int _rank_layer(self, int64_t owner, Plan plan, int32_t target, int distance, float least,
                          const float *chance) except -1 nogil:
         # What is under way for the layer is known better now: one that has become unlikely is dropped.
         cdef int32_t begin = self.slots.layout.offset[target], count = self.slots.layout.experts[target], e
         cdef int i
         for i in range(self.ledger.size - 1, -1, -1):
             e = self.ledger.entry[i].gid - begin
-            if self.ledger.entry[i].owner == request.account.number and 0 <= e < count and chance[e] < DROPPED * least and not (
+            if self.ledger.entry[i].owner == owner and 0 <= e < count and chance[e] < DROPPED * least and not (
                     self.slots.is_complete(self.ledger.entry[i].slot)):
                 self._cancel(i, plan)
         for e in range(count):
@@ -232,13 +256,13 @@ cdef class Prefetcher:
             n += 1
         return n
 
-    cdef int _queue(self, RequestState request, Step step, int n) except -1:
+    cdef int _queue(self, int64_t owner, Step step, int n) except -1:
         cdef int32_t group
         for group in range(self.slots.num_groups):
-            self._queue_group(request, step, n, group)
+            self._queue_group(owner, step, n, group)
         return 0
 
-    cdef int _queue_group(self, RequestState request, Step step, int n, int32_t group) except -1:
+    cdef int _queue_group(self, int64_t owner, Step step, int n, int32_t group) except -1:
         cdef Layout layout = self.slots.layout
         cdef Evictor evictor = self.evictor
         cdef int32_t slot, victim = 0, vacant = self.slots.vacant_count[group]
@@ -262,7 +286,7 @@ cdef class Prefetcher:
                 victim += 1
             else:
                 break
-            self._start(request.account.number, candidate, slot, step.plan)
+            self._start(owner, candidate, slot, step.plan)
         return 0
 
     cdef int _start(self, int64_t owner, const Candidate *candidate, int32_t slot, Plan plan) except -1:

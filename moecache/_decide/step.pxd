@@ -31,7 +31,7 @@ cdef class Account:
 @cython.freelist(16)
 cdef class Step:
     cdef OpenSteps owner            # where it is listed as open; None: nowhere (a replay's)
-    cdef object request             # the RequestState that routed it; None in a replay
+    cdef object request             # the RequestState or BatchState that routed it; None in a replay
     cdef Account account            # of that request
     cdef void *next_open            # neighbours in the list of open steps; borrowed
     cdef void *previous_open
@@ -84,6 +84,7 @@ cdef class Step:
                   const uint8_t *counted, int64_t padding, GilPolicy policy) except -1
     cdef int read_counts(self, const char *address, int itemsize, Py_ssize_t row_stride, Py_ssize_t column_stride,
                          const uint8_t *counted, int32_t *tally) except -1
+    cdef Step part(self, Py_ssize_t first, Py_ssize_t rows, bint decode)
     cdef void rewind(self) noexcept nogil
     cdef int _check(self, Py_ssize_t bad, const char *address, int itemsize, Py_ssize_t row_stride,
                     Py_ssize_t column_stride) except -1

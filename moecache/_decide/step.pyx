@@ -5,7 +5,7 @@ import numpy as np
 
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 from moecache.errors import RoutingError, refuse_copy
 
@@ -160,6 +160,19 @@ cdef class Step:
         self._tally(tally, counted)
         self._drop_uncounted(counted)
         return 0
+
+    cdef Step part(self, Py_ssize_t first, Py_ssize_t rows, bint decode):
+        """Some rows of a step that was read, for counting: without those that do not count, and without the pairs of each
+        expert."""
+        cdef Step part = Step(self.layer, rows, self.k, decode, self.num_experts)
+        cdef int32_t *tally = <int32_t *> calloc(2 * self.num_experts, sizeof(int32_t))
+        if tally == NULL:
+            raise MemoryError(f"no memory to count {self.num_experts} experts")
+        memcpy(part.ids, self.ids + first * self.k, rows * self.k * sizeof(int32_t))
+        part._tally(tally, NULL)
+        free(tally)
+        part.open = False
+        return part
 
     cdef int _check(self, Py_ssize_t bad, const char *address, int itemsize, Py_ssize_t row_stride,
                     Py_ssize_t column_stride) except -1:
@@ -445,12 +458,12 @@ cdef class OpenSteps:
                     return True
         return False
 
-    def pinned_by(self, request):
-        """int32 array: slots that open steps of a request pin."""
+    def pinned_by(self, routed_by):
+        """int32 array: slots that open steps of a request or a batch pin."""
         cdef void *at = self.newest
         slots = []
         while at != NULL:
-            if (<Step> at).request is request:
+            if (<Step> at).request is routed_by:
                 slots += [slot for slot in (<Step> at).slot_list() if slot >= 0]
             at = (<Step> at).next_open
         return np.array(slots, np.int32)

@@ -216,6 +216,8 @@ class Attachment:
         if hasattr(self.model, "generate"):
             generate: Any = self.model.generate
             self.model.__dict__["generate"] = GenerateWatch(self.model, generate, self.requests.generating)
+        if hasattr(self.model, "init_continuous_batching"):
+            self.model.__dict__["init_continuous_batching"] = self.requests.continuous
         self._guarded = guard(self.model, self.layers, self.cache.device)
         self.model.__dict__["_moecache_attachment"] = self
         self.model.__dict__["moecache"] = self.cache
@@ -236,7 +238,7 @@ class Attachment:
             layer.module.__dict__.pop("_moecache", None)
         unguard(self._guarded)
         self.implementations.remove()
-        for name in ("_moecache_attachment", "moecache", "generate"):
+        for name in ("_moecache_attachment", "moecache", "generate", "init_continuous_batching"):
             self.model.__dict__.pop(name, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:

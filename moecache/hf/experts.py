@@ -111,8 +111,7 @@ def _routed(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    request, decode, token_mask = state.attachment.requests.current(state.layer, top_k_weights)
-    with request.route(state.layer, top_k_index, decode=decode, token_mask=token_mask) as lease:
+    with state.attachment.requests.route(state.layer, top_k_index, top_k_weights) as lease:
         return form.run(self, lease, hidden_states, top_k_index, top_k_weights)
 
 

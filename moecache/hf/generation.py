@@ -13,7 +13,7 @@ from torch import nn
 from .rows import Ends
 
 if TYPE_CHECKING:
-    from .open_request import OpenRequest
+    from .open_requests import OpenRequests
 
 __all__ = ["GenerateWatch", "Generation", "ends_of"]
 
@@ -29,9 +29,11 @@ class Generation:
         Its passes check several drafted tokens at once.
     drafts : bool
         It is the draft model's part of such a generation.
-    begun : list of OpenRequest
+    beams : int
+        Rows that are beams of one prompt.
+    begun : list of OpenRequests
         Requests that began within the call.
-    uncached : OpenRequest, optional
+    uncached : OpenRequests, optional
         The one of the passes that have no key-value cache.
     passes : int
         Forward passes so far.
@@ -47,15 +49,17 @@ class Generation:
 
         stops = bool(kwargs.get("stopping_criteria")) or setting("stop_strings") or setting("max_time")
         eos = _ids(setting("eos_token_id"))
-        beams = (setting("num_beams") or 1) > 1
+        self.beams = setting("num_beams") or 1
         # An answer may hold the padding token; only what ends rows by another sign than EOS makes it one.
         pad = setting("pad_token_id") if stops else None
-        self.ends = Ends() if beams or not eos else Ends(eos, pad if isinstance(pad, int) else None, final=True)
+        self.ends = (
+            Ends() if self.beams > 1 or not eos else Ends(eos, pad if isinstance(pad, int) else None, final=True)
+        )
         names = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
         self.speculates = any(setting(name) is not None for name in names)
         self.drafts = bool(setting("is_assistant"))
-        self.begun: list[OpenRequest] = []
-        self.uncached: OpenRequest | None = None
+        self.begun: list[OpenRequests] = []
+        self.uncached: OpenRequests | None = None
         self.passes = 0
 
 

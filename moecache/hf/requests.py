@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .continuous import ContinuousBatching
 from .generation import Generation, ends_of
-from .open_request import OpenRequest
+from .open_requests import OpenRequests, Sequences
 from .past import capturing, given, made, tokens_held
 from .rows import Rows, without_nan
 
 if TYPE_CHECKING:
     from ..cache import ExpertCache
-    from ..request import Request
+    from ..lease import Lease
 
 __all__ = ["Requests"]
 
@@ -30,9 +31,10 @@ __all__ = ["Requests"]
 class _Current(threading.local):
     """Of the forward pass of one model that a thread is in, or was in last."""
 
-    open: OpenRequest | None = None
+    open: OpenRequests | None = None
     inside: bool = False
     decode: bool | None = None
+    sequences: Sequences = Sequences()
     rows: Rows | None = None
     token_mask: torch.Tensor | None = None
     last_layer: int = -1
@@ -41,10 +43,10 @@ class _Current(threading.local):
 
 
 class Requests:
-    """The request that each forward pass belongs to.
+    """The requests that each forward pass belongs to: one for each of its sequences.
 
-    Requests are keyed by the key-value cache, whatever thread uses it: one that is empty, or that has not been seen,
-    begins a request, which ends when the key-value cache is emptied or dies. Passes without one belong together within a
+    They are keyed by the key-value cache, whatever thread uses it: one that is empty, or that has not been seen,
+    begins requests, which end when the key-value cache is emptied or dies. Passes without one belong together within a
     call of ``generate()``, or where each repeats the ids of the one before and adds to them. A ``generate()`` that
     raises drops the requests that it began, as the ``with`` block of a request does.
     """
@@ -55,8 +57,9 @@ class Requests:
         self._argument_names = list(inspect.signature(model.forward).parameters)
         self._config = getattr(model, "config", None)
         self._ends = ends_of(model)
-        self._by_key: dict[int, OpenRequest] = {}
-        self._orphans: deque[OpenRequest] = deque()
+        self.continuous = ContinuousBatching(getattr(model, "init_continuous_batching", None))
+        self._by_key: dict[int, OpenRequests] = {}
+        self._orphans: deque[OpenRequests] = deque()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -64,11 +67,7 @@ class Requests:
         if args:
             kwargs = {**dict(zip(self._argument_names, args, strict=False)), **kwargs}
         self._end_orphans()
-        tokens = kwargs.get("input_ids")
-        if tokens is None:
-            tokens = kwargs.get("inputs_embeds")
-        if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2:
-            tokens = None
+        tokens = _tokens(kwargs)
         batch, length = (0, 0) if tokens is None else tokens.shape[:2]
         current = self._current
         generation = current.generation
@@ -87,9 +86,9 @@ class Requests:
         current.links_output = opened.key is None and self._uses_cache(kwargs)
         new = length if fresh is None else fresh
         current.decode = None if tokens is None else continues and new == 1
-        packed = kwargs.get("cu_seq_lens_q")
+        packed = _boundaries(kwargs, tokens)
         if packed is not None:
-            current.decode = kwargs.get("max_length_q") == 1
+            current.decode = length == packed.shape[0] - 1
         elif (
             generation is not None
             and continues
@@ -99,12 +98,22 @@ class Requests:
         if generation is not None:
             generation.passes += 1
         current.token_mask, current.rows = None, None
-        if tokens is None or (batch == 1 and length == 1 and packed is None):
+        beams = 1 if generation is None or batch % generation.beams else generation.beams
+        current.sequences = Sequences(max(batch // beams, 1)) if packed is None else self._packed(past, packed)
+        if tokens is None or packed is not None or (batch == 1 and length == 1):
             return
         if new > 1:
-            opened.ended.clear()
+            opened.begin_turn()
         ends = self._ends if generation is None else generation.ends
-        current.rows = Rows(tokens, kwargs.get("attention_mask"), held, fresh, packed, ends, opened.ended)
+        current.rows = Rows(tokens, kwargs.get("attention_mask"), held, fresh, beams, ends, opened.ended)
+
+    def _packed(self, past: Any, boundaries: torch.Tensor) -> Sequences:
+        # Sequences that share a row; those of continuous batching come and go.
+        found = self.continuous.sequences(past, boundaries)
+        if found is not None:
+            return found
+        lengths = [n for n in boundaries.diff().tolist() if n > 0]
+        return Sequences(len(lengths), lengths) if lengths else Sequences()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after_forward(self, output: Any) -> None:
@@ -121,8 +130,8 @@ class Requests:
         if opened.key is not None:
             current.open = None
 
-    def current(self, layer: int, weights: torch.Tensor) -> tuple[Request, bool | None, torch.Tensor | None]:
-        """The request, whether this is a decode step, and which rows count, for a call of one experts module.
+    def route(self, layer: int, topk_ids: torch.Tensor, weights: torch.Tensor) -> Lease:
+        """Take the router's choice for a call of one experts module, for the requests of this thread's forward pass.
 
         A module that is called outside a forward pass of the top model opens a request on its own; it ends when the
         next one begins, or when a layer that is not deeper than the last one is called with several tokens.
@@ -130,6 +139,7 @@ class Requests:
         Parameters
         ----------
         layer : int
+        topk_ids : integer Tensor ``[tokens, k]``
         weights : float Tensor ``[tokens, k]``
             The gate weights; rows with NaN do not count.
         """
@@ -141,8 +151,12 @@ class Requests:
             if current.open is None or current.open.ids is not None or again or not current.open.usable:
                 current.open = self._begin()
             current.decode = current.token_mask = current.rows = None
+            current.sequences = Sequences()
         elif current.rows is not None and (weights.is_cpu or not capturing()):
+            final = current.rows.ends.final
             current.token_mask, current.rows = current.rows.token_mask(), None
+            if final:
+                current.open.end_rows()
         current.last_layer = layer
         token_mask = current.token_mask
         if token_mask is not None and token_mask.shape[0] != tokens:
@@ -152,7 +166,7 @@ class Requests:
             token_mask = without_nan(weights, token_mask)
             if tokens == 1:
                 current.token_mask = token_mask
-        return current.open.request, current.decode, token_mask
+        return current.open.route(current.sequences, layer, topk_ids, current.decode, token_mask)
 
     @contextmanager
     def generating(self, generation: Generation) -> Iterator[None]:
@@ -181,14 +195,14 @@ class Requests:
             self._current.open.end()
             self._current.open = None
 
-    def _begin(self) -> OpenRequest:
-        opened = OpenRequest(self._cache)
+    def _begin(self) -> OpenRequests:
+        opened = OpenRequests(self._cache)
         if self._current.generation is not None:
             self._current.generation.begun.append(opened)
         return opened
 
-    def _cached(self, past: Any, one_token: bool) -> tuple[OpenRequest, int | None]:
-        # The request of a key-value cache, and how many tokens that holds, None if it does not say.
+    def _cached(self, past: Any, one_token: bool) -> tuple[OpenRequests, int | None]:
+        # The requests of a key-value cache, and how many tokens that holds, None if it does not say.
         found = self._by_key.get(id(past))
         if found is not None and (found.key is None or found.key() is not past or not found.usable):
             found = None
@@ -206,8 +220,8 @@ class Requests:
         self._hold(past, found)
         return found, held
 
-    def _uncached(self, tokens: torch.Tensor | None, uses_cache: bool) -> tuple[OpenRequest, int]:
-        # The request of a pass without a key-value cache, and how many tokens of a row it repeats.
+    def _uncached(self, tokens: torch.Tensor | None, uses_cache: bool) -> tuple[OpenRequests, int]:
+        # The requests of a pass without a key-value cache, and how many tokens of a row it repeats.
         current, generation = self._current, self._current.generation
         if tokens is None or uses_cache:
             return self._begin(), 0
@@ -231,7 +245,7 @@ class Requests:
         wanted = kwargs.get("use_cache")
         return bool(getattr(self._config, "use_cache", False) if wanted is None else wanted)
 
-    def _hold(self, past: Any, opened: OpenRequest) -> None:
+    def _hold(self, past: Any, opened: OpenRequests) -> None:
         this, key = weakref.ref(self), id(past)
 
         def ended(ref: weakref.ref[Any]) -> None:
@@ -260,6 +274,31 @@ class Requests:
                 self._orphans.popleft().end()
             except IndexError:  # another thread was faster
                 return
+
+
+def _tokens(kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """What the rows of a pass are: ids ``[batch, length]`` or embeddings ``[batch, length, hidden]``."""
+    names = ["input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds"]
+    if kwargs.get("encoder_outputs") is not None:
+        names = names[2:]
+    tokens = next((kwargs[name] for name in names if kwargs.get(name) is not None), None)
+    return tokens if isinstance(tokens, torch.Tensor) and tokens.dim() >= 2 else None
+
+
+def _boundaries(kwargs: dict[str, Any], tokens: torch.Tensor | None) -> torch.Tensor | None:
+    """Where the sequences begin that share one row, and where the last ends: integer Tensor ``[sequences + 1]`` on the host."""
+    given = kwargs.get("cu_seq_lens_q")
+    if given is not None:
+        return given if given.is_cpu or not capturing() else None
+    positions = kwargs.get("position_ids")
+    if kwargs.get("attention_mask") is not None or not isinstance(positions, torch.Tensor) or not positions.is_cpu:
+        return None
+    if tokens is None or tokens.shape[0] != 1 or tokens.shape[1] < 2 or positions.shape != tokens.shape[:2]:
+        return None
+    begins = (positions[0].diff() != 1).nonzero()[:, 0] + 1
+    if not len(begins):
+        return None
+    return torch.cat([begins.new_zeros(1), begins, begins.new_tensor([tokens.shape[1]])])
 
 
 def _within_package(frame: FrameType | None) -> bool:

@@ -35,8 +35,8 @@ class Rows(NamedTuple):
         Tokens that the key-value cache held before, None where that is not known.
     fresh : int, optional
         New tokens at the end of each row, where earlier ones are computed again for want of a key-value cache.
-    packed : Tensor, optional
-        Where sequences that share a row begin; what lies behind the last is padding.
+    beams : int
+        Rows that share a prompt, which is counted once.
     ends : Ends
     ended : list of bool
         By row, of the request; written.
@@ -46,16 +46,13 @@ class Rows(NamedTuple):
     mask: Any
     past: int | None
     fresh: int | None
-    packed: torch.Tensor | None
+    beams: int
     ends: Ends
     ended: list[bool]
 
     def token_mask(self) -> torch.Tensor | None:
         """bool Tensor ``[batch * length]`` on the host, as the experts see the rows; None when all count."""
         batch, length = self.tokens.shape[:2]
-        if self.packed is not None:
-            kept = torch.arange(length) < int(self.packed[-1])
-            return None if bool(kept.all()) else kept
         if length == 1:
             return self._running()
         seen = _seen(self.mask, length, self.past)
@@ -64,6 +61,8 @@ class Rows(NamedTuple):
         seen = seen.expand(batch, length)
         if self.fresh is not None:
             seen = seen & (torch.arange(length) >= length - self.fresh)
+        if self.beams > 1 and (length > 1 if self.fresh is None else self.fresh > 1):
+            seen = seen & (torch.arange(batch) % self.beams == 0)[:, None]
         if self.fresh == 1 and (running := self._running()) is not None:
             seen = seen & running[:, None]
         return None if bool(seen.all()) else seen.reshape(-1)

@@ -102,7 +102,8 @@ cdef class Recall:
         # One row for each of PREDICTORS; -1 where it has nothing to say at this distance.
         cdef int32_t e, gid, begin = core.layout.offset[target]
         cdef int64_t tokens = request.prompt_tokens + request.decode_tokens
-        cdef const float *forecast = core.prefetcher.forecast(request, step, target, distance) if distance else NULL
+        cdef const float *forecast = (
+            core.prefetcher.forecast(request, step, target, distance, &core.estimates.use[begin]) if distance else NULL)
         for e in range(core.layout.experts[target]):
             gid = begin + e
             self.score[0, e] = request.match.ratio(gid, target) * step.k

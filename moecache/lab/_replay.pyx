@@ -153,14 +153,14 @@ cdef class Replay:
                 core.evictor.refresh_layer(layer)
                 step.rewind()
                 step.plan.clear()
-            core.admit(step, request)
+            core.admit(step, request.account)
             core.dispatcher.serve(step)
             self.hit_view[c, self.request[f]] += step.hits
             if self.clock is None:
                 land(core, step)
             else:
                 if step.decode:
-                    core.prefetcher.plan(request, step)
+                    core.prefetcher.plan(request, None, step)
                 self.clock.compute(core, step)
             if self.traced:
                 occupants = core.slots.occupants
