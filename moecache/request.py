@@ -215,7 +215,7 @@ class Request:
         array = np.ascontiguousarray(chances, np.float32)
         if array.ndim != 1:
             raise RoutingError(f"layer {layer}: chances have shape {array.shape}; expected [experts]")
-        cache.runtime.core.hint(self._state, layer, array)
+        self._state.hint(layer, array)
 
     def close(self, keep: bool = True) -> None:
         """End the request and the leases it still has. With ``keep`` its activation matrix enters the history.

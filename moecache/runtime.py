@@ -138,7 +138,7 @@ class Runtime:
         rate = self.engine.link_rate
         if rate > 0:
             expert = self._mean_expert_nbytes
-            self.core.set_pace(layer_s, expert / rate, min(expert, _WINDOW_BYTES) / rate)
+            self.core.prefetcher.set_pace(layer_s, expert / rate, min(expert, _WINDOW_BYTES) / rate)
 
     def replaced(self, slots: Sequence[int]) -> Runtime:
         """A runtime of so many slots of each shape group in the place of this one; the experts most wanted stay.

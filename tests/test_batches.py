@@ -53,7 +53,7 @@ def test_a_batch_of_one_is_what_the_request_is_alone(data: st.DataObject) -> Non
     num_experts = (6, 5, 6)
     alone, batched = (make_core(num_experts, 9, policy="expected-next-use", prefetch=True) for _ in range(2))
     for core in (alone, batched):
-        core.set_pace(1e-3, 1e-3, 1e-4)
+        core.prefetcher.set_pace(1e-3, 1e-3, 1e-4)
     one, other, batch = alone.begin_request(), batched.begin_request(), batched.begin_batch()
     for n in range(data.draw(st.integers(1, 40))):
         layer = n % 3
@@ -81,7 +81,7 @@ def test_chances_of_all_requests_join_before_anything_is_fetched_ahead(
     core = make_core((8, 8), 8, policy="expected-next-use", prefetch=True)
     requests, batch = [core.begin_request() for _ in range(2)], core.begin_batch()
     for request, chance in zip(requests, chances, strict=True):
-        core.hint(request, 1, np.eye(8)[6] * chance)
+        request.hint(1, np.eye(8)[6] * chance)
     step = call_route_batch(core, batch, 0, [(request, [[0, 1]], True) for request in requests])
     assert step.plan.prefetches[:, 0].tolist() == fetched
     run_step(core, step)

@@ -14,7 +14,7 @@ _testcapi = pytest.importorskip("_testcapi", reason="this interpreter comes with
 @pytest.mark.parametrize("slots", [12, 3])
 def test_a_decision_without_memory_is_an_error_and_holds_no_slot(slots: int, prefetch: bool) -> None:
     core = make_core((8, 8, 8), slots, policy="expected-next-use", prefetch=prefetch, top_k=2)
-    core.set_pace(1e-3, 1e-4, 1e-5)
+    core.prefetcher.set_pace(1e-3, 1e-4, 1e-5)
     request = core.begin_request()
     for n in range(12):
         step = call_route(core, request, n % 3, [[n % 2, 2 + n % 3]])

@@ -51,7 +51,6 @@ cdef class Core:
     cdef int _observe_step(self, RequestState request, Step step) except -1
     cdef list _accounts(self)
     cdef bint _waits(self) except -1
-    cdef int _check_layer(self, int32_t layer) except -1
     cdef int _decide_batch(self, BatchState batch, Step step) except -1
     cdef void share_estimates(self, Core leader) noexcept
     cdef int _end_request(self, RequestState request, bint keep) except -1

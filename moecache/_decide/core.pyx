@@ -19,7 +19,7 @@ from moecache._decide.estimates cimport Estimates
 from moecache._decide.evict cimport EXPECTED_NEXT_USE, Evictor
 from moecache._decide.history cimport HistoryStore
 from moecache._decide.prefetch cimport Prefetcher
-from moecache._decide.request cimport Hints, RequestState
+from moecache._decide.request cimport RequestState
 from moecache._decide.slots cimport PrefetchLedger, SlotTable
 from moecache._decide.step cimport Account, OpenSteps, Step
 from moecache._decide.sync cimport moe_now_ns
@@ -172,47 +172,6 @@ cdef class Core:
             self.prefetcher.forget(batch.account.number)
         return True
 
-    def set_pace(self, double layer_s=0, double expert_s=0, double chunk_s=0):
-        """What a clock says. Without it prefetching looks one layer ahead only.
-
-        Parameters
-        ----------
-        layer_s : float
-            Seconds from one step of a request to its next, less what it waited for bytes. A running median is kept.
-        expert_s : float
-            Seconds that the link takes for one expert.
-        chunk_s : float
-            Seconds for which a copy under way can hold up one that is wanted more.
-        """
-        self.prefetcher.set_pace(layer_s, expert_s, chunk_s)
-
-    def hint(self, RequestState request, int32_t layer, chances):
-        """Take these chances (in 0..1) of a request's next visit to a layer for granted, until it comes.
-
-        Raises
-        ------
-        RoutingError
-            The layer is out of range, the length is not its number of experts, or a number is no chance. Nothing has
-            changed.
-        """
-        self._check_layer(layer)
-        given = np.asarray(chances, np.float32)
-        if given.shape != (self.layout.experts[layer],):
-            raise RoutingError(f"layer {layer}: {given.shape[0] if given.ndim == 1 else given.shape} chances; expected one for "
-                               f"each of its {self.layout.experts[layer]} experts")
-        outside = np.flatnonzero(~((given >= 0) & (given <= 1)))   # NaN compares false
-        if len(outside):
-            raise RoutingError(f"layer {layer}: the chance of expert {outside[0]} is {given[outside[0]]}; expected 0 to 1")
-        if request.hints is None:
-            request.hints = Hints(self.store)
-        request.hints.give(layer, self.layout.offset[layer], given)
-
-    cdef int _check_layer(self, int32_t layer) except -1:
-        if not 0 <= layer < self.layout.num_layers:
-            raise RoutingError(
-                f"layer {layer} is out of range: this cache has MoE layers 0..{self.layout.num_layers - 1}")
-        return 0
-
     cdef void _predict_all(self, RequestState request) noexcept:
         cdef int32_t layer
         for layer in range(self.layout.num_layers):
@@ -267,7 +226,7 @@ cdef class Core:
         cdef int64_t begun = moe_now_ns()
         if self._waits():
             return None
-        self._check_layer(layer)
+        self.layout.check_layer(layer)
         if request.busy:
             raise RoutingError(f"layer {layer}: another thread is routing this request; give each thread a request of its own")
         step = Step(layer, tokens, k, decode, self.layout.experts[layer])
@@ -310,7 +269,7 @@ cdef class Core:
         cdef int64_t begun = moe_now_ns()
         if self._waits():
             return None
-        self._check_layer(layer)
+        self.layout.check_layer(layer)
         step = Step(layer, sum(rows), k, all(decodes), self.layout.experts[layer])
         batch.hold(requests)
         self.open_steps.routing += 1

@@ -16,6 +16,8 @@ cdef class Layout:
     cdef int32_t *offset                   # [L + 1]: layer_offset
     cdef int32_t *layer_of                 # [M]: layer_of_gid
 
+    cdef int check_layer(self, int32_t layer) except -1
+
     cdef inline int32_t following(self, int32_t layer) noexcept nogil:
         # The layer after this one; the first one follows the last.
         return layer + 1 if layer + 1 < self.num_layers else 0

@@ -32,6 +32,11 @@ cdef class Layout:
     def __reduce__(self):
         refuse_copy(self)
 
+    cdef int check_layer(self, int32_t layer) except -1:
+        if not 0 <= layer < self.num_layers:
+            raise RoutingError(f"layer {layer} is out of range: this cache has MoE layers 0..{self.num_layers - 1}")
+        return 0
+
     def locate(self, int32_t gid):
         """(layer, expert) of a global expert id."""
         if not 0 <= gid < self.num_gids:

@@ -44,7 +44,7 @@ cdef class Prefetcher:
     cdef float *chance                  # [widest]: scratch: chances of a coming layer
     cdef double *work                   # [2, widest]: scratch
 
-    cdef void set_pace(self, double layer_s, double expert_s, double chunk_s) noexcept nogil
+    cpdef void set_pace(self, double layer_s, double expert_s, double chunk_s) noexcept nogil
     cdef int settle(self, int64_t owner, Step step) except -1
     cdef void forget(self, int64_t owner) noexcept nogil
     cdef const float *forecast(self, RequestState request, Step step, int32_t target, int distance, const float *use) noexcept

@@ -58,7 +58,18 @@ cdef class Prefetcher:
     def __reduce__(self):
         refuse_copy(self)
 
-    cdef void set_pace(self, double layer_s, double expert_s, double chunk_s) noexcept nogil:
+    cpdef void set_pace(self, double layer_s, double expert_s, double chunk_s) noexcept nogil:
+        """What a clock says. Without it prefetching looks one layer ahead only.
+
+        Parameters
+        ----------
+        layer_s : float
+            Seconds from one step of a request to its next, less what it waited for bytes; 0: not known. A running median is kept.
+        expert_s : float
+            Seconds that the link takes for one expert.
+        chunk_s : float
+            Seconds for which a copy under way can hold up one that is wanted more.
+        """
         # A median is not moved by the pause between two requests, nor by the one slow layer of a pass.
         if expert_s > 0:
             self.expert_s, self.chunk_s = expert_s, chunk_s

@@ -8,12 +8,12 @@ from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memcpy
 
-from moecache.errors import refuse_copy
+from moecache.errors import RoutingError, refuse_copy
 
 from moecache._decide.arrays cimport address_of, keep
 from moecache._decide.forecast cimport ForecastState, ForecastWeights
 from moecache._decide.history cimport HistoryStore, RunningMatch
-from moecache._decide.layout cimport routed
+from moecache._decide.layout cimport Layout, routed
 from moecache._decide.reuse cimport INTERVALS, ReusePredictor
 from moecache._decide.step cimport Account, Step
 
@@ -70,6 +70,28 @@ cdef class RequestState:
 
     def __reduce__(self):
         refuse_copy(self)
+
+    def hint(self, int32_t layer, chances):
+        """Take these chances (in 0..1) of its next visit to a layer for granted, until it comes.
+
+        Raises
+        ------
+        RoutingError
+            The layer is out of range, the length is not its number of experts, or a number is no chance. Nothing has
+            changed.
+        """
+        cdef Layout layout = self.store.layout
+        layout.check_layer(layer)
+        given = np.asarray(chances, np.float32)
+        if given.shape != (layout.experts[layer],):
+            raise RoutingError(f"layer {layer}: {given.shape[0] if given.ndim == 1 else given.shape} chances; expected one for "
+                               f"each of its {layout.experts[layer]} experts")
+        outside = np.flatnonzero(~((given >= 0) & (given <= 1)))   # NaN compares false
+        if len(outside):
+            raise RoutingError(f"layer {layer}: the chance of expert {outside[0]} is {given[outside[0]]}; expected 0 to 1")
+        if self.hints is None:
+            self.hints = Hints(self.store)
+        self.hints.give(layer, layout.offset[layer], given)
 
     cdef void start(self, const float *prior) noexcept nogil:
         cdef int32_t gid

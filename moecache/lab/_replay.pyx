@@ -103,7 +103,7 @@ cdef class Replay:
                 self.clock.begin_pass(self.decode[f])
             for layer in range(self.leader.layout.num_layers):
                 if self.hinted and self.start[f + 1] - self.start[f] == 1:
-                    self.leader.hint(request, layer, self.hints[self.start[f], layer, :self.leader.layout.experts[layer]])
+                    request.hint(layer, self.hints[self.start[f], layer, :self.leader.layout.experts[layer]])
             for layer in range(self.leader.layout.num_layers):
                 self._step(request, f, layer)
             if self.last[f]:
