@@ -19,6 +19,7 @@ from moecache._decide.request import RequestState
 from moecache._decide.reuse import OnlineWeights, ReusePredictor
 from moecache._decide.slots import PrefetchLedger, SlotTable
 from moecache._decide.step import Account, OpenSteps, Step
+from moecache._decide.trust import Trust
 
 __all__ = [
     "FEATURES",
@@ -45,4 +46,5 @@ __all__ = [
     "RunningMatch",
     "SlotTable",
     "Step",
+    "Trust",
 ]

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from core_helpers import make_core
 from learn_helpers import SMALL, follows
+from reference_core import call_route, land
 from test_forecaster import made
 from test_lab_replay import shared
 
@@ -144,3 +146,44 @@ def test_weights_fitted_to_other_or_shuffled_domains_cost_next_to_nothing(
 def test_weights_of_noise_cost_next_to_nothing_on_a_real_trace(domains: tuple[Trace, Trace]) -> None:
     learned, asked = domains
     assert gained(noise(asked), asked, learned).min() > -MOST_LOST
+
+
+# Fetching ahead
+
+
+def contrary_ahead(forecaster: Forecaster) -> Forecaster:
+    """Says the opposite of coming layers."""
+    return replace(
+        forecaster,
+        ahead_gain=-forecaster.ahead_gain,
+        ahead_bias=-forecaster.ahead_bias,
+        ahead_weights=-forecaster.ahead_weights,
+        ahead_pairs=-forecaster.ahead_pairs,
+    )
+
+
+def lead_after(forecaster: Forecaster, played: Trace) -> float:
+    """How far ahead of the counts a forecaster is seen to be, by a core that fetches ahead."""
+    history = History(played.fingerprint, 1000)
+    history.forecaster = forecaster
+    core = make_core(WIDE, 48, policy="expected-next-use", prefetch=True, store=history.store)
+    for number in range(played.requests):
+        request = core.begin_request()
+        for row in played.experts[played.request == number]:
+            for layer, ids in enumerate(row):
+                step = call_route(core, request, layer, ids[None], True)
+                land(core, step.plan)
+                core.release(step)
+        core.end_request(request)
+    return core.prefetcher.trust.lead
+
+
+def test_a_forecaster_that_is_wrong_of_coming_layers_is_not_listened_to() -> None:
+    fitted = fit(follows(24, 150, WIDE), settings=SMALL).forecaster
+    same = requests(follows(28, 150, WIDE), np.arange(24, 28))
+    right, wrong, random = (
+        lead_after(forecaster, same) for forecaster in (fitted, contrary_ahead(fitted), noise(same, 5))
+    )
+    assert wrong < -5
+    assert random < -5
+    assert right > -0.5

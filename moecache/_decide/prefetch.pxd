@@ -10,6 +10,7 @@ from moecache._decide.plan cimport Plan
 from moecache._decide.request cimport RequestState
 from moecache._decide.slots cimport PrefetchLedger, SlotTable
 from moecache._decide.step cimport Step
+from moecache._decide.trust cimport Trust
 
 cdef enum:
     MAX_DEPTH = 8           # layers ahead that are looked at
@@ -29,6 +30,7 @@ cdef class Prefetcher:
     cdef SlotTable slots                # the evictor's
     cdef PrefetchLedger ledger          # the slot table's
     cdef PairTable transitions          # who followed whom in the next layer
+    cdef readonly Trust trust           # whether the forecaster is listened to
     cdef bint enabled                   # whether anything is fetched ahead
     cdef bint by_match                  # chances are shares of the best matching request (policy moe-infinity)
     cdef Candidate[MAX_CANDIDATES] candidate    # [num_candidates]: the likeliest first
@@ -49,6 +51,8 @@ cdef class Prefetcher:
     cdef void forget(self, int64_t owner) noexcept nogil
     cdef const float *forecast(self, RequestState request, Step step, int32_t target, int distance, const float *use) noexcept
     cdef const float *forecast_all(self, BatchState batch, int32_t target, int distance) noexcept
+    cdef const float *_by_counts(self, RequestState request, Step step, int32_t target, int distance, const float *use) noexcept
+    cdef void _try_forecaster(self, RequestState request, Step step, int64_t owner) noexcept
     cdef int plan(self, RequestState request, BatchState batch, Step step) except -1
     cdef void inherit(self, Prefetcher old) noexcept
     cdef int _cancel(self, int i, Plan plan) except -1 nogil

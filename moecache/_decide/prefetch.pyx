@@ -16,6 +16,7 @@ from moecache._decide.plan cimport Plan
 from moecache._decide.request cimport RequestState
 from moecache._decide.slots cimport MAX_IN_FLIGHT, InFlight
 from moecache._decide.step cimport Step
+from moecache._decide.trust cimport Trust
 
 # From which chance on an expert is worth moving ahead of its layer (docs/policies.md has the replays behind the
 # numbers): while nobody has said how fast layers and link are, and then. The victim's next use must be expected this
@@ -52,6 +53,7 @@ cdef class Prefetcher:
         self.evictor, self.slots, self.ledger, self.transitions = evictor, evictor.slots, evictor.slots.ledger, transitions
         self.enabled, self.by_match, self.floor = enabled, by_match, USEFUL_FLOOR
         widest = evictor.slots.layout.widest
+        self.trust = Trust(widest)
         self._memory = [np.zeros(widest, np.float32), np.zeros(2 * widest, np.float64)]
         self.chance, self.work = <float *> address_of(self._memory[0]), <double *> address_of(self._memory[1])
 
@@ -104,6 +106,7 @@ cdef class Prefetcher:
         """The layer has come: what was fetched for it and not asked for was wrong. What is still on its way is dropped."""
         cdef int i
         self._advance()
+        self.trust.judge(owner, step)
         for i in range(self.ledger.size - 1, -1, -1):
             if self.ledger.entry[i].owner == owner and self.slots.layout.layer_of[self.ledger.entry[i].gid] == step.layer:
                 self._cancel(i, step.plan)
@@ -123,12 +126,16 @@ cdef class Prefetcher:
     cdef const float *forecast(self, RequestState request, Step step, int32_t target, int distance, const float *use) noexcept:
         """Chance that the request uses each expert of `target`, `distance` layer steps from now; `use` is that of its next
         visit, whatever this step shows."""
+        if request.hints is not None and request.hints.given[target]:
+            return &request.hints.chance[self.slots.layout.offset[target]]
+        if request.forecast is not None and distance <= request.forecast.weights.distances and step.tokens == 1 and (
+                self.trust.lead > 0):
+            return request.forecast.ahead(step.layer, distance, step.ids, step.k)
+        return self._by_counts(request, step, target, distance, use)
+
+    cdef const float *_by_counts(self, RequestState request, Step step, int32_t target, int distance, const float *use) noexcept:
         cdef Layout layout = self.slots.layout
         cdef int32_t begin = layout.offset[target], e
-        if request.hints is not None and request.hints.given[target]:
-            return &request.hints.chance[begin]
-        if request.forecast is not None and distance <= request.forecast.weights.distances and step.tokens == 1:
-            return request.forecast.ahead(step.layer, distance, step.ids, step.k)
         if self.by_match:
             for e in range(layout.experts[target]):
                 self.chance[e] = min(request.match.ratio(begin + e, target) * step.k, <float> 1.0)
@@ -172,6 +179,10 @@ cdef class Prefetcher:
         cdef double idle = step.k
         cdef float least = CHANCE_BLIND
         cdef int depth = 1, n
+        if batch is None:
+            self._try_forecaster(request, step, owner)
+        else:
+            self._try_forecaster(batch.first(), <Step> batch.parts[0], owner)
         if not self._may(step):
             return 0
         if self.idle > 0:
@@ -184,6 +195,16 @@ cdef class Prefetcher:
         if n:
             self._queue(owner, step, n)
         return 0
+
+    cdef void _try_forecaster(self, RequestState request, Step step, int64_t owner) noexcept:
+        # Whether anything is fetched or not, lest a forecaster that was not listened to is never heard again.
+        cdef int32_t target = self.slots.layout.following(step.layer), begin
+        if request.forecast is None or step.tokens != 1 or not self.enabled or not self.trust.due(self.slots.steps):
+            return
+        begin = self.slots.layout.offset[target]
+        self.trust.begin(owner, self.slots.steps, target, request.forecast.ahead(step.layer, 1, step.ids, step.k),
+                         self._by_counts(request, step, target, 1, &request.predictor.hazard[begin]),
+                         self.slots.layout.experts[target])
 
     cdef void _advance(self) noexcept nogil:
         # What the link will have moved since the last step, one after another.
@@ -318,5 +339,6 @@ cdef class Prefetcher:
                 continue
             self.slots.speculative[slot] = 1
             self.ledger.resume(&old.ledger.entry[i], slot)
+        self.trust.lead = old.trust.lead
         self.layer_s, self.expert_s, self.chunk_s = old.layer_s, old.expert_s, old.chunk_s
         self.idle, self.break_even, self.floor = old.idle, old.break_even, old.floor
