@@ -27,6 +27,7 @@ __all__ = [
     "plain",
     "stand_in",
     "stock_forward",
+    "without_hooks",
 ]
 
 Weights = Mapping[str, torch.Tensor]
@@ -234,10 +235,23 @@ def deep_stand_in(
     for part, given in enumerate((params, modules or {})):
         for name, value in given.items():
             child, _, rest = name.partition(".")
-            (below.setdefault(child, ({}, {})) if rest else here)[part][rest or child] = value  # type: ignore[index]
+            (below.setdefault(child, ({}, {})) if rest else here)[part][rest or child] = value
     twin = stand_in(module, here[0], eager=False)
     children: dict[str, Any] = {**module._modules, **here[1]}
     for name, (child_params, child_modules) in below.items():
         children[name] = deep_stand_in(children[name], child_params, child_modules)
     twin.__dict__["_modules"] = children
+    return twin
+
+
+def without_hooks(module: nn.Module) -> nn.Module:
+    """A stand-in, as are all modules below it, whose hooks are not called and whose buffers may be written to."""
+    twin = stand_in(module, {}, eager=False)
+    twin.__dict__.update({name: type(hooks)() for name, hooks in twin.__dict__.items() if name.endswith("_hooks")})
+    twin.__dict__["_buffers"] = {
+        name: None if buffer is None else buffer.detach().clone() for name, buffer in module._buffers.items()
+    }
+    twin.__dict__["_modules"] = {
+        name: None if child is None else without_hooks(child) for name, child in module._modules.items()
+    }
     return twin

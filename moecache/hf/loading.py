@@ -67,6 +67,7 @@ class PendingExperts:
     conversions: dict[str, Conversion]  # by the parameter's full name
     quantizer: Any
     cast_to: Mapping[str, torch.dtype] = field(default_factory=dict)  # of parameters that were cast after loading
+    tied: Mapping[str, str] = field(default_factory=dict)  # parameters that are another's: that other's name
     found: Mapping[str, ExpertsLayer] = field(default_factory=dict)  # by module name: what each expert has of those
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PendingExperts:
@@ -129,7 +130,7 @@ class PendingExperts:
             converted.update((name, tensor) for name, tensor in made.items() if name in wanted)
         return ExpertBank.from_tensors(
             [
-                self.found[name].adopted({param: converted[f"{name}.{param}"] for param in params})
+                self.found[name].adopted({param: converted[self._source(f"{name}.{param}")] for param in params})
                 for name, params in self.layers
             ],
             names=names,
@@ -149,6 +150,9 @@ class PendingExperts:
         merged = any(isinstance(step, MergeModulelist) for step in conversion.transform.operations)
         ordered = [conversion.sources[p] for p in conversion.transform.source_patterns if p in conversion.sources]
         return [list(names) if merged else names[0] for names in ordered]
+
+    def _source(self, full_name: str) -> str:
+        return self.tied.get(full_name, full_name)
 
     def _sources(self) -> tuple[CheckpointIndex, list[LayerSource]]:
         """Where each expert's bytes lie, and the index with tensors of all experts in the shape that has a row for each."""
@@ -399,6 +403,12 @@ def _locate(
         conversion = conversions.get(targets[0]) or Conversion(renamed, transform, targets)
         conversion.sources.setdefault(pattern or key, []).append(key)
         conversions.update(dict.fromkeys(targets, conversion))
+    tied = {
+        name: source
+        for name, source in _tied(model).items()
+        if name in wanted and name not in conversions and source in conversions
+    }
+    conversions.update((name, conversions[source]) for name, source in tied.items())
     for entry, tried in zip(mapping, trial, strict=True):
         entry._was_used = entry._was_used or tried._was_used
     pending = PendingExperts(
@@ -412,12 +422,18 @@ def _locate(
         ],
         conversions,
         load_config.hf_quantizer,
+        tied=tied,
         found={layer.name: layer for layer in layers},
     )
     _check_complete(pending)
     if pending.why_not_disk() is None:
         pending.make_bank(model, "disk").close()
     return pending, ignored
+
+
+def _tied(model: PreTrainedModel) -> dict[str, str]:
+    """Parameters that are others', as transformers ties them after loading."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
 def _dtype(param: torch.Tensor, name: str, load_config: Any) -> torch.dtype:

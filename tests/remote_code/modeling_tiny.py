@@ -10,7 +10,9 @@ from transformers.modeling_outputs import CausalLMOutput
 class TinyConfig(PreTrainedConfig):
     model_type = "tiny_remote"
 
-    def __init__(self, block="masks", hidden_size=32, num_experts=6, num_experts_per_tok=2, num_hidden_layers=2, **kwargs):
+    def __init__(
+        self, block="masks", hidden_size=32, num_experts=6, num_experts_per_tok=2, num_hidden_layers=2, **kwargs
+    ):
         self.block, self.hidden_size, self.num_hidden_layers = block, hidden_size, num_hidden_layers
         self.num_experts, self.num_experts_per_tok = num_experts, num_experts_per_tok
         self.vocab_size = 64

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...bank import ParamSpec
 from ...errors import AttachError, UnsupportedModelError
-from ..forms import deep_stand_in, stand_in, stock_forward
+from ..forms import deep_stand_in, stand_in, stock_forward, without_hooks
 from .base import CHANGED, Adapter, ExpertParam, Route, on_meta, token_ids
 
 __all__ = ["ModuleExperts", "experts_within"]
@@ -106,7 +106,7 @@ class ModuleExperts(Adapter):
         return self._in_scope(_Call(module, lambda *args, **kwargs: self.forward(module, route, *args, **kwargs)))
 
     def _in_scope(self, module: _Call) -> Callable[..., Any]:
-        scope = deep_stand_in(self._scope, {}, {self._path: module})
+        scope = deep_stand_in(without_hooks(self._scope), {}, {self._path: module})
         scope.__dict__["training"] = module.training
         return lambda *args: type(scope).forward(scope, *args)
 

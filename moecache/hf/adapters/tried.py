@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...bank import ParamSpec
 from ...errors import UnsupportedModelError
-from ..forms import deep_stand_in
+from ..forms import deep_stand_in, without_hooks
 from ..shuffled import TRIAL_ERRORS, ShuffledLease, random_slots, same_bits
 from .base import Adapter, Route
 
@@ -87,6 +87,7 @@ class _Trial:
             name: random_slots(spec.shape, count, spec.dtype, device, generator).mul_(0.3)
             for name, spec in specs.items()
         }
+        module = without_hooks(module)
         stacked = {name: tensor[1:] for name, tensor in self._slots.items()}
         self._stock = deep_stand_in(module, self._adapter.parameters_of(stacked))
         self._subject = deep_stand_in(module, {})
