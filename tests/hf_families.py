@@ -227,32 +227,14 @@ WHOLE_MODELS = [
 
 
 def build_small(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A model of a family of WHOLE_MODELS, or of OWN_FORWARD."""
+    """A model of a family of WHOLE_MODELS."""
     torch.manual_seed(0)
-    if family in OWN_FORWARD:
-        cls, changes = OWN_FORWARD[family]()
-        model = cls(cls.config_class(**changes)).eval()
-    else:
-        config = transformers.CONFIG_MAPPING[family]
-        known = {*inspect.signature(config.__init__).parameters, *getattr(config, "attribute_map", {})}
-        sizes = {name: size for name, size in SMALL.items() if name in known}
-        model = transformers.AutoModelForCausalLM.from_config(config(**sizes)).eval()
+    config = transformers.CONFIG_MAPPING[family]
+    known = {*inspect.signature(config.__init__).parameters, *getattr(config, "attribute_map", {})}
+    sizes = {name: size for name, size in SMALL.items() if name in known}
+    model = transformers.AutoModelForCausalLM.from_config(config(**sizes)).eval()
     with torch.no_grad():
         for param in model.parameters():
             if param.dim() > 1:
                 param.normal_(0.0, 0.2)
     return model.to(dtype)
-
-
-def _step3p7() -> tuple[Any, dict[str, Any]]:
-    from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
-
-    sizes = {name: SMALL[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size")}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "n_routed_experts": 6}
-    sizes |= {"num_experts_per_tok": 2, "share_expert_dim": 16, "num_hidden_layers": 3, "pad_token_id": 0}
-    layers = {"mlp_layer_types": ["dense", "sparse", "sparse"], "layer_types": ["full_attention"] * 3}
-    return Step3p7TextModel, {**sizes, **layers, "sliding_window": 8, "max_position_embeddings": 64}
-
-
-# Families whose experts compute by a forward of their own, which no experts implementation replaces.
-OWN_FORWARD = {"step3p7": _step3p7}

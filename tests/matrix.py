@@ -1,4 +1,4 @@
-"""Every family in every way of loading: equal bit by bit with misses, or refused by name before its first forward.
+"""Every family in every way of loading and running: equal bit by bit with misses, or refused by name.
 
 ``python tests/matrix.py`` runs all of it and writes docs/guide/models.md; ``tests/test_hf_matrix.py`` runs a few families
 and compares them with that page.
@@ -10,55 +10,69 @@ import logging
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from hf_families import FAMILIES, OWN_FORWARD, WHOLE_MODELS, aligned, build, build_small
+from controls import flipped_bytes
+from hf_families import FAMILIES, WHOLE_MODELS, build, build_small
+from hf_other_families import BY_CLASS, DISPATCH, build_by_class
+from trained import texts_that_differ
+from ways import WAYS, Way, generates, outputs, resident
 
 import moecache
 import moecache.hf
 from moecache.errors import MoeCacheError
-from moecache.hf.discovery import REFUSED
 
 PAGE = Path(__file__).parent.parent / "docs" / "guide" / "models.md"
-IDS = torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(0))
 IMPLEMENTATIONS = ("grouped_mm", "eager", "batched_mm")
 DTYPES = (torch.float32, torch.bfloat16)
-ALL = tuple(dict.fromkeys([*FAMILIES, *WHOLE_MODELS, *OWN_FORWARD]))
-
+ALL = tuple(dict.fromkeys([*FAMILIES, *WHOLE_MODELS, *BY_CLASS]))
+CONTROL = "a byte flipped"
 
 HEAD = """\
-Made by `make matrix`, which runs every cell: the outputs for a batch and for a prompt of one token equal those of the model without a
-cache, bit by bit, with misses and, at slots for three experts, evictions. The first two columns are run in float32 and bfloat16, the
-others in bfloat16; the first three with each of `grouped_mm`, `eager` and `batched_mm`, the others with what transformers chooses. A cell
-says where the experts lay: `disk`, in the checkpoint's files, or `ram`, in memory; or which error refused it before its first forward."""
+Made by `make matrix`, which runs every cell: the logits of a batch, of a prompt of one token and of an answer of twelve tokens for a batch
+of two, and the answer, equal those of the model without a cache, bit by bit, with misses and, at slots for the experts of one token and one
+more, evictions. The first four columns are run in float32 and bfloat16 and with each of `grouped_mm`, `eager` and `batched_mm` that reaches
+the family; the others in bfloat16 with what transformers chooses. A cell says where the experts lay: `disk`, in the checkpoint's files, or
+`ram`, in memory; or which error refused it. Empty cells: what the family has not (a head, a decoder alone), or what fails without a cache
+as well. In the last column a byte of the checkpoint is flipped: one of an expert that a prompt uses changes its logits, one of another
+does not."""
 FOOT = """\
 Other families run as well where their experts dispatch through transformers' experts interface (`tests/test_hf_discovery.py` tries every
-such class). So do classes of their own, as remote code may bring, with `num_experts`, parameters with a row for each expert, and
-`forward(self, hidden_states, top_k_index, top_k_weights)`: write your experts that way and nothing else is needed. Such a class computes
-by itself whatever implementation is named, and `attach(experts_implementation=...)` refuses all but `eager` for it."""
+such class). So do classes of their own, as remote code may bring:
+
+* experts that are modules of their own in a `ModuleList` or `ModuleDict` whose name ends in `experts`, as in the remote code of Arctic and
+  of earlier DeepSeek, Mixtral, Phi and Qwen models (the last three rows are such code, loaded by `trust_remote_code=True` in
+  `tests/test_hf_adapters.py`). The code around them runs twice a step: first its experts only take note of what they are called with, then
+  they are computed as they land, then they answer; router and shared experts run once. It may not change its hidden states in place, nor
+  give an expert what another has returned: `attach` tries it, and refuses it by name;
+* a class with `num_experts`, parameters with a row for each expert, and `forward(self, hidden_states, top_k_index, top_k_weights)`: write
+  your experts that way and nothing else is needed.
+
+Such classes compute by themselves whatever implementation is named, and `attach(experts_implementation=...)` refuses all but `eager` for
+them. Three families are special: Llama 4 computes every expert for every token, with rows of zeros where it was not chosen; experts with
+such rows alone are left out (a model with infinite or NaN weights is not followed). Experts of JetMoE are single projections, four modules a
+layer, and are counted by step, not by token. Identity experts of LongCat-Flash have no bytes and are not cached.
+
+Not in the table: a `DistributedConfig` over several ranks and a `device_map` over several places are refused (`AttachError`), as is an
+adapter on experts themselves (`UnsupportedModelError`)."""
 
 
 def made(family: str, dtype: torch.dtype) -> Any:
+    if family in BY_CLASS:
+        return build_by_class(family, dtype)
     return build(family, dtype) if family in FAMILIES else build_small(family, dtype)
 
 
-@torch.no_grad()
-def logits(model: Any) -> list[torch.Tensor]:
-    """Of a batch, and of one token."""
-    found = []
-    for ids in (IDS, IDS[:1, :1]):
-        output = model(ids)
-        found.append(output.logits if hasattr(output, "logits") else output.last_hidden_state)
-    return found
+def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def check(model: Any, cache: moecache.ExpertCache, expected: list[torch.Tensor]) -> str:
-    found = logits(model)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), "bits differ"
+def check(cache: moecache.ExpertCache, found: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
+    assert same(found, expected), "bits differ"
     stats = cache.stats()
     assert stats.misses > 0, "no misses"
     if cache.capacity < sum(cache.num_experts):
@@ -67,114 +81,88 @@ def check(model: Any, cache: moecache.ExpertCache, expected: list[torch.Tensor])
     return cache.bank.location
 
 
-def load(folder: Path, cls: Any, **options: Any) -> Any:
-    return aligned(cls.from_pretrained(folder, experts_implementation="moecache", **options))
-
-
-def by_class(folder: Path, cls: Any, name: str) -> tuple[Any, Any]:
-    model = load(folder, cls)
-    return model, moecache.attach(model, 3, experts_implementation=name)
-
-
-def resident(folder: Path, cls: Any, name: str) -> tuple[Any, Any]:
-    model = aligned(cls.from_pretrained(folder, experts_implementation=name))
-    return model, moecache.attach(model, 3)
-
-
-def all_resident(folder: Path, cls: Any, name: str) -> tuple[Any, Any]:
-    model = load(folder, cls)
-    return model, moecache.attach(model, 1.0, bank="ram", experts_implementation=name)
-
-
-def by_device_map(folder: Path, cls: Any, name: str) -> tuple[Any, Any]:
-    model = load(folder, cls, device_map="cpu")
-    return model, moecache.attach(model, 3, experts_implementation=name)
-
-
-def by_moecache(folder: Path, cls: Any, name: str) -> tuple[Any, Any]:
-    model = aligned(moecache.load(folder, capacity=3, experts_implementation=name))
-    return model, model.moecache
-
-
-def by_state_dict(folder: Path, cls: Any, name: str) -> tuple[Any, Any]:
-    whole = cls.from_pretrained(folder)
-    model = cls.from_pretrained(
-        None, config=whole.config, state_dict=whole.state_dict(), experts_implementation="moecache"
-    )
-    return model, moecache.attach(aligned(model), 3, experts_implementation=name)
-
-
-# In both dtypes; the others in bfloat16 only.
-FIRST = (by_class, resident)
-# With every implementation; the others with the one that transformers chooses.
-EVERY = (by_class, resident, all_resident)
-
-WAYS: dict[str, Callable[[Path, Any, str], tuple[Any, Any]]] = {
-    "`from_pretrained`, experts kept out": by_class,
-    "`from_pretrained`, experts in memory": resident,
-    "kept out, every expert resident": all_resident,
-    "`device_map`": by_device_map,
-    "`moecache.load`": by_moecache,
-    "`state_dict=`": by_state_dict,
-}
-
-
-def cell(way: Callable[[Path, Any, str], tuple[Any, Any]], folder: Path, cls: Any, expected: dict[str, Any]) -> str:
-    """What a way of loading comes to: where the experts lay, or the error that refused it."""
+def cell(way: Way, folder: Path, cls: Any, expected: dict[str, list[torch.Tensor]]) -> str:
+    """What a way comes to: where the experts lay, the error that refused it, or nothing where it fails without a cache."""
     places = set()
-    for name in expected if way in EVERY else list(expected)[:1]:
+    run = way.run or outputs
+    for name in expected if way.every_implementation else list(expected)[:1]:
         try:
-            model, cache = way(folder, cls, name)
+            model, cache = way.attached(folder, cls, name)
+            found = run(model)
         except MoeCacheError as error:
             places.add(f"refused ({type(error).__name__})")
             continue
-        places.add(check(model, cache, expected[name]))
-        moecache.detach(model)
+        except Exception:
+            assert fails_without_a_cache(way, folder, cls, name)
+            places.add("")
+            continue
+        if way.reference is None and way.run is None:
+            wanted = expected[name]
+        else:
+            wanted = run((way.reference or resident)(folder, cls, name))
+        places.add(check(cache, found, wanted))
+        cache.close()
     return ", ".join(sorted(places))
 
 
+def fails_without_a_cache(way: Way, folder: Path, cls: Any, name: str) -> bool:
+    try:
+        (way.run or outputs)((way.reference or resident)(folder, cls, name))
+    except Exception:
+        return True
+    return False
+
+
 def row(family: str) -> dict[str, str]:
-    """Cells of a family by way of loading."""
+    """Cells of a family by way."""
     rows = []
     for dtype in DTYPES:
         with tempfile.TemporaryDirectory() as folder:
             model = made(family, dtype)
             model.save_pretrained(folder)
             cls = type(model)
-            expected = {}
-            for name in IMPLEMENTATIONS:
-                if family in OWN_FORWARD and name != "eager":
-                    continue
-                expected[name] = logits(aligned(cls.from_pretrained(folder, experts_implementation=name)))
-            rows.append({})
-            for name, way in WAYS.items():
-                known = way is not by_moecache or hasattr(transformers, cls.__name__)
-                if known and (way in FIRST or dtype == torch.bfloat16):
-                    rows[-1][name] = cell(way, Path(folder), cls, expected)
+            names = ("eager",) if family in BY_CLASS and family not in DISPATCH else IMPLEMENTATIONS
+            expected = {name: outputs(resident(Path(folder), cls, name)) for name in names}
+            rows.append(
+                {
+                    title: cell(way, Path(folder), cls, expected)
+                    for title, way in WAYS.items()
+                    if way.suits(cls) and (way.both_dtypes or dtype == torch.bfloat16)
+                }
+            )
+            if dtype == torch.float32:
+                control = flipped_bytes(Path(folder), cls)
     assert rows[0].items() <= rows[1].items(), f"{family}: {rows}"
-    return {name: rows[1].get(name, "") for name in WAYS}
+    return {**{title: rows[1].get(title, "") for title in WAYS}, CONTROL: control}
 
 
-def page(rows: dict[str, dict[str, str]]) -> str:
+def page(rows: dict[str, dict[str, str]], trained: str) -> str:
     """The text of docs/guide/models.md."""
+    titles = [*WAYS, CONTROL]
     table = [
-        "| `model_type` | " + " | ".join(WAYS) + " |",
-        "|---|" + "---|" * len(WAYS),
-        *(f"| {family} | " + " | ".join(rows[family][way] for way in WAYS) + " |" for family in rows),
+        "| `model_type` | " + " | ".join(titles) + " |",
+        "|---|" + "---|" * len(titles),
+        *(f"| {family} | " + " | ".join(rows[family][title] for title in titles) + " |" for family in rows),
     ]
-    refused = ["| class of the experts | it |", "|---|---|"]
-    refused += [f"| `{name}` | {reason} |" for name, reason in sorted(REFUSED.items())]
     versions = f"With transformers {transformers.__version__} and torch {torch.__version__.partition('+')[0]}."
-    return "\n".join(["# Models", "", HEAD, versions, "", *table, "", FOOT, "", "## Refused by name", "", *refused, ""])
+    return "\n".join(["# Models", "", HEAD, versions, "", *table, "", trained, "", FOOT, ""])
 
 
 def rows_of(families: Iterable[str]) -> dict[str, dict[str, str]]:
     found = {}
     for family in families:
-        if family in transformers.CONFIG_MAPPING:
+        if family in transformers.CONFIG_MAPPING or family in BY_CLASS:
             found[family] = row(family)
-            print(family, *sorted(set(found[family].values())), file=sys.stderr, flush=True)
+            print(family, *found[family].values(), sep=" | ", file=sys.stderr, flush=True)
     return found
+
+
+def trained_line(prompts: int = 12, tokens: int = 200) -> str:
+    differ = texts_that_differ(prompts, tokens)
+    return (
+        f"The trained model of `examples/tiny_moe`, as plain `from_pretrained` loads it, against the same with a quarter of its experts "
+        f"in a cache over the checkpoint: {prompts} prompts, {tokens} greedy tokens each, {differ} texts differ."
+    )
 
 
 if __name__ == "__main__":
@@ -182,5 +170,6 @@ if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     warnings.simplefilter("ignore")
+    text = page(rows_of(sys.argv[1:] or ALL), trained_line())
     PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page(rows_of(sys.argv[1:] or ALL)))
+    PAGE.write_text(text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 import transformers
 from hf_families import SMALL, WHOLE_MODELS, aligned, build_small
+from hf_other_families import build_by_class
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import moecache
@@ -149,7 +149,7 @@ def test_language_experts_of_a_multimodal_model() -> None:
 @pytest.mark.failure("70", "72")
 def test_a_class_that_computes_by_itself(tmp_path: Path) -> None:
     """It does not dispatch, but is called as those are that do: it asks for the cache from then on, and only if attached."""
-    model = aligned(build_small("step3p7"))
+    model = aligned(build_by_class("step3p7"))
     ids = torch.randint(3, 60, (2, 6))
     with torch.no_grad():
         expected = model(ids).last_hidden_state
@@ -169,26 +169,3 @@ def test_a_class_that_computes_by_itself(tmp_path: Path) -> None:
             assert cache.stats().evictions > 0
             moecache.detach(attached)
         assert torch.equal(model(ids).last_hidden_state, expected)
-
-
-# Sizes of models whose experts cannot be paged, and what is said of them.
-CANNOT = {
-    "llama4_text": ({"num_local_experts": 4, "intermediate_size_mlp": 16}, "computes every expert for every token"),
-    "jetmoe": ({"num_local_experts": 4, "kv_channels": 8}, "once for each of two projections"),
-    "doge": ({"is_moe": True, "num_experts": 16}, "looks up as embeddings"),
-}
-
-
-@pytest.mark.failure("72", "108")
-@pytest.mark.parametrize("family", CANNOT)
-def test_families_that_cannot_be_paged_are_refused_by_name(family: str) -> None:
-    changes, reason = CANNOT[family]
-    cls = transformers.CONFIG_MAPPING[family]
-    known = {*inspect.signature(cls.__init__).parameters, *getattr(cls, "attribute_map", {})}
-    config = cls(**{name: size for name, size in {**SMALL, **changes}.items() if name in known})
-    model = transformers.AutoModel.from_config(config)
-    before = {name: param.data_ptr() for name, param in model.named_parameters()}
-    with pytest.raises(UnsupportedModelError, match=rf"has experts that moecache cannot page: .*{reason}"):
-        moecache.attach(model, 3)
-    assert {name: param.data_ptr() for name, param in model.named_parameters()} == before
-    assert not hasattr(model, "moecache")

@@ -18,7 +18,7 @@ from ..cache import ExpertCache
 from ..checkpoint import CheckpointIndex
 from ..errors import AttachError
 from ..options import CacheOptions
-from .discovery import NAME, ExpertsLayer, discover
+from .discovery import NAME, ExpertsLayer, discover, experts_per_token
 from .experts import LayerState
 from .generation import GenerateWatch
 from .guards import NOT_RECORDED, check_attachable, guard, refuse_load, refuse_recording, unguard
@@ -96,9 +96,8 @@ def attach(
         expert_bank = _make_bank(model, layers, bank)
         try:
             device, top_k = _device(model), _top_k(layers)
-            modules = [layer.module for layer in layers]
             implementations = Implementations(
-                model, layers, names, lambda wanted: choose_forms(modules, expert_bank, top_k, device, wanted)
+                model, layers, names, lambda wanted: choose_forms(layers, expert_bank, top_k, device, wanted)
             )
             options = options or CacheOptions()
             if options.padding_id is None:
@@ -201,7 +200,7 @@ class Attachment:
         for number, layer in enumerate(self.layers):
             for name, param in layer.params.items():
                 if param.device.type != "meta":
-                    layer.module._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=False)
+                    layer.put(name, nn.Parameter(param.detach().to("meta"), requires_grad=False))
             layer.module._moecache = LayerState(self, number)  # type: ignore[assignment]
             module: Any = layer.module
             self._handles += [
@@ -234,7 +233,8 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         for layer in self.layers:
-            layer.module._parameters.update(layer.params)
+            for name, param in layer.params.items():
+                layer.put(name, param)
             layer.module.__dict__.pop("_moecache", None)
         unguard(self._guarded)
         self.implementations.remove()
@@ -270,7 +270,7 @@ class _StreamBack:
         if all(param.device.type != "meta" for param in layer.params.values()):
             tensors: dict[str, torch.Tensor] = {name: param.detach() for name, param in layer.params.items()}
         else:
-            tensors = self._attachment.cache.bank.layer(self._layer)
+            tensors = layer.parameters_of(self._attachment.cache.bank.layer(self._layer))
         state_dict.update({prefix + name: tensor for name, tensor in tensors.items()})
 
 
@@ -294,7 +294,7 @@ def _make_bank(model: nn.Module, layers: list[ExpertsLayer], choice: BankChoice)
             f"from_pretrained(..., experts_implementation={NAME!r}) after `import moecache.hf`"
         )
     return ExpertBank.from_tensors(
-        [{name: param.detach() for name, param in layer.params.items()} for layer in layers],
+        [layer.adopted({name: param.detach() for name, param in layer.params.items()}) for layer in layers],
         names=[layer.name for layer in layers],
     )
 
@@ -305,20 +305,11 @@ def _device(model: nn.Module) -> torch.device:
 
 def _top_k(layers: list[ExpertsLayer]) -> int | None:
     """Experts per token as the configuration has it; the most of any layer where it differs."""
-    values = [value for layer in layers if (value := _experts_per_token(layer.config)) is not None]
+    values = [value for layer in layers if (value := experts_per_token(layer.config)) is not None]
     return max(values) if len(values) == len(layers) else None
-
-
-def _experts_per_token(config: Any) -> int | None:
-    for name in ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts", "num_experts_per_token"):
-        value = getattr(config, name, None)
-        found = [n for n in (value if isinstance(value, (list, tuple)) else [value]) if type(n) is int and n > 0]
-        if found:
-            return max(found)
-    return None
 
 
 def _padding_id(layers: list[ExpertsLayer]) -> int | None:
     """transformers' eager forwards skip the id ``num_experts``."""
-    counts = {layer.module.num_experts for layer in layers}
-    return counts.pop() if len(counts) == 1 else None  # type: ignore[return-value]
+    counts = {layer.num_experts for layer in layers}
+    return counts.pop() if len(counts) == 1 else None

@@ -46,6 +46,18 @@ class PlaceForm(NamedTuple):
     matrices: bool
     refuses: frozenset[str] = frozenset()
 
+    def forward(
+        self,
+        module: nn.Module,
+        route: Callable[[torch.Tensor, torch.Tensor], Any],
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """The experts' forward, with what it needs from the lease that `route` opens."""
+        with route(top_k_index, top_k_weights) as lease:
+            return self.run(module, lease, hidden_states, top_k_index, top_k_weights)
+
     def run(
         self,
         module: nn.Module,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from transformers.integrations.moe import ExpertsInterface
 
 from ..errors import AttachError
@@ -14,6 +15,8 @@ from .forms import stock_forward
 from .guards import NOT_RECORDED, refuse_changed, refuse_recording
 
 if TYPE_CHECKING:
+    from ..cache import ExpertCache
+    from ..lease import Lease
     from .discovery import ExpertsLayer
     from .implementations import Implementations
     from .requests import Requests
@@ -25,6 +28,7 @@ __all__ = ["LayerState", "register"]
 class Attached(Protocol):
     """What the forward asks of an :class:`moecache.hf.attach.Attachment`."""
 
+    cache: ExpertCache
     layers: list[ExpertsLayer]
     implementations: Implementations
     requests: Requests
@@ -43,22 +47,20 @@ def register() -> None:
 
 
 @torch.compiler.disable(reason=NOT_RECORDED)  # type: ignore[untyped-decorator,no-untyped-call]
-def experts_forward(
-    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
+def experts_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of an attached experts module.
 
     Parameters
     ----------
     self : nn.Module
         The experts module.
-    hidden_states : Tensor [T, H]
-    top_k_index : integer Tensor [T, K]
-    top_k_weights : Tensor [T, K]
+    *args, **kwargs
+        As its class is called: hidden states ``[T, H]``, integer ids ``[T, K]`` and gate weights ``[T, K]``, or what its
+        adapter knows of.
 
     Returns
     -------
-    Tensor [T, H], the dtype of ``hidden_states``
+    Tensor [T, H], the dtype of the hidden states, or what the class returns
 
     Raises
     ------
@@ -71,23 +73,24 @@ def experts_forward(
     """
     state: LayerState | None = self.__dict__.get("_moecache")
     if state is None:
-        return _unattached(self, hidden_states, top_k_index, top_k_weights)
-    refuse_recording(hidden_states, top_k_index)
+        return _unattached(self, args, kwargs)
+    refuse_recording(args[0] if args else next(iter(kwargs.values())))
     refuse_changed(self, state.attachment.layers[state.layer])
     form = state.attachment.implementations.forms[state.layer]
     if form.refuses:
-        _check_way_of_running(self, form.refuses, hidden_states.device.type)
+        _check_way_of_running(self, form.refuses, state.attachment.cache.device.type)
     if not torch.is_grad_enabled():
-        return _routed(self, state, form, hidden_states, top_k_index, top_k_weights)
+        return _routed(self, state, form, args, kwargs)
     if self.training:
         raise AttachError(
             "moecache is for inference: an evicted expert has no gradient; call model.eval(), or moecache.detach(model)"
         )
     with torch.no_grad():
-        result = _routed(self, state, form, hidden_states, top_k_index, top_k_weights)
-    if hidden_states.requires_grad or top_k_weights.requires_grad:
-        return _InferenceOnly.apply(result, hidden_states, top_k_weights)  # type: ignore[no-any-return,no-untyped-call]
-    return result
+        result = _routed(self, state, form, args, kwargs)
+    leaves = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.requires_grad]
+    if not leaves:
+        return result
+    return tree_map_only(torch.Tensor, lambda tensor: _without_gradient(tensor, leaves), result)
 
 
 def _check_way_of_running(module: nn.Module, refuses: frozenset[str], device: str) -> None:
@@ -103,16 +106,11 @@ def _check_way_of_running(module: nn.Module, refuses: frozenset[str], device: st
         )
 
 
-def _routed(
-    self: nn.Module,
-    state: LayerState,
-    form: AnyForm,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-) -> torch.Tensor:
-    with state.attachment.requests.route(state.layer, top_k_index, top_k_weights) as lease:
-        return form.run(self, lease, hidden_states, top_k_index, top_k_weights)
+def _routed(self: nn.Module, state: LayerState, form: AnyForm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def route(ids: torch.Tensor, values: torch.Tensor) -> Lease:
+        return state.attachment.requests.route(state.layer, ids, values)
+
+    return form.forward(self, route, *args, **kwargs)
 
 
 class _InferenceOnly(torch.autograd.Function):
@@ -127,12 +125,16 @@ class _InferenceOnly(torch.autograd.Function):
         raise AttachError("moecache is for inference: backward through experts is refused; use moecache.detach(model)")
 
 
-def _unattached(
-    module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    if any(param.device.type == "meta" for param in module.parameters(recurse=False)):
+def _without_gradient(tensor: torch.Tensor, leaves: list[torch.Tensor]) -> torch.Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    return _InferenceOnly.apply(tensor, *leaves)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _unattached(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if any(param.is_meta for param in module.parameters()):
         raise AttachError(
             f"the experts of this {type(module).__name__} are not in memory; "
             "call moecache.attach(model) before running it"
         )
-    return stock_forward(module)(module, hidden_states, top_k_index, top_k_weights)
+    return stock_forward(module)(module, *args, **kwargs)

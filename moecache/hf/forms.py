@@ -22,10 +22,12 @@ __all__ = [
     "by_flags",
     "by_stock",
     "by_stock_in_float32",
+    "deep_stand_in",
     "flag",
     "plain",
     "stand_in",
     "stock_forward",
+    "without_hooks",
 ]
 
 Weights = Mapping[str, torch.Tensor]
@@ -40,6 +42,18 @@ class Form(NamedTuple):
     product: Callable[[nn.Module, Weights, int, int, torch.Tensor, torch.Tensor], torch.Tensor]
     sum_dtype: Literal["input", "scale", "float32"]
     refuses: frozenset[str] = frozenset()  # "training", "autocast": where its bits were seen to be others
+
+    def forward(
+        self,
+        module: nn.Module,
+        route: Callable[[torch.Tensor, torch.Tensor], Any],
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """The experts' forward, with what it needs from the lease that `route` opens."""
+        with route(top_k_index, top_k_weights) as lease:
+            return self.run(module, lease, hidden_states, top_k_index, top_k_weights)
 
     def run(
         self,
@@ -209,4 +223,35 @@ def stand_in(module: nn.Module, params: Mapping[str, torch.Tensor], *, eager: bo
         config: Any = copy.copy(module.config)
         config._experts_implementation_internal = "eager"
         twin.__dict__["config"] = config
+    return twin
+
+
+def deep_stand_in(
+    module: nn.Module, params: Mapping[str, torch.Tensor], modules: Mapping[str, Any] | None = None
+) -> nn.Module:
+    """The same with parameters, and modules, replaced anywhere below it, each by its dotted name."""
+    below: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {}
+    here: tuple[dict[str, torch.Tensor], dict[str, Any]] = ({}, {})
+    for part, given in enumerate((params, modules or {})):
+        for name, value in given.items():
+            child, _, rest = name.partition(".")
+            (below.setdefault(child, ({}, {})) if rest else here)[part][rest or child] = value
+    twin = stand_in(module, here[0], eager=False)
+    children: dict[str, Any] = {**module._modules, **here[1]}
+    for name, (child_params, child_modules) in below.items():
+        children[name] = deep_stand_in(children[name], child_params, child_modules)
+    twin.__dict__["_modules"] = children
+    return twin
+
+
+def without_hooks(module: nn.Module) -> nn.Module:
+    """A stand-in, as are all modules below it, whose hooks are not called and whose buffers may be written to."""
+    twin = stand_in(module, {}, eager=False)
+    twin.__dict__.update({name: type(hooks)() for name, hooks in twin.__dict__.items() if name.endswith("_hooks")})
+    twin.__dict__["_buffers"] = {
+        name: None if buffer is None else buffer.detach().clone() for name, buffer in module._buffers.items()
+    }
+    twin.__dict__["_modules"] = {
+        name: None if child is None else without_hooks(child) for name, child in module._modules.items()
+    }
     return twin

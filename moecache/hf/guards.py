@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ..errors import AttachError, CaptureError, UnsupportedModelError
+from .adapters import CHANGED, on_meta
 from .discovery import ExpertsLayer
 
 __all__ = [
@@ -57,21 +58,18 @@ def _recording_mode() -> str | None:
 
 def refuse_changed(module: nn.Module, layer: ExpertsLayer) -> None:
     """Raise AttachError if the module's expert parameters were given values since it was attached: none would be used."""
-    parameters = module._parameters
-    for name in layer.params:
-        param = parameters.get(name)
-        if param is None or not param.is_meta:
-            raise AttachError(
-                f"{layer.name}.{name} was replaced or wrapped after the model was attached; the cache would go on using "
-                "the experts of its bank: call moecache.detach(model), change it, and attach again"
-            )
+    for param in layer.experts.values():
+        if param.stacked and not on_meta(module, param.names[0]):
+            raise AttachError(f"{layer.name}.{param.names[0]} {CHANGED}")
 
 
 def guard(model: nn.Module, layers: list[ExpertsLayer], device: torch.device) -> list[nn.Module]:
     """Refuse casts, moves and copies wherever they would reach an experts module; returns what is guarded."""
     guarded = []
+    names = {f"{layer.name}.{name}" for layer in layers for name in layer.params}
     for path, module in model.named_modules():
-        if path == "" or any(layer.name == path or layer.name.startswith(path + ".") for layer in layers):
+        around = path == "" or any(layer.name == path or layer.name.startswith(path + ".") for layer in layers)
+        if around or any(name.startswith(path + ".") for name in names):
             module.__dict__["_apply"] = _ApplyGuard(module, device)
             module.__dict__["_replicate_for_data_parallel"] = _refuse_replicas
             guarded.append(module)

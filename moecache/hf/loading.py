@@ -13,7 +13,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
 
@@ -32,7 +32,8 @@ from transformers.core_model_loading import (
 from ..bank import ExpertBank
 from ..checkpoint import CheckpointIndex
 from ..errors import AttachError, CheckpointError, UnsupportedModelError
-from .discovery import NAME, ExpertsLayer, discover
+from ..layout import LayerSource
+from .discovery import NAME, PENDING, ExpertsLayer, discover
 from .guards import check_decompressed
 from .implementations import implementations_of
 from .mapped import mapped_tensors
@@ -40,7 +41,7 @@ from .mapped import mapped_tensors
 __all__ = ["PendingExperts", "keep_experts_out", "kept_out", "loaded_whole"]
 
 _log = logging.getLogger("moecache")
-_PENDING, _WHOLE = "_moecache_pending", "_moecache_whole"
+_WHOLE = "_moecache_whole"
 
 
 @dataclass
@@ -66,6 +67,8 @@ class PendingExperts:
     conversions: dict[str, Conversion]  # by the parameter's full name
     quantizer: Any
     cast_to: Mapping[str, torch.dtype] = field(default_factory=dict)  # of parameters that were cast after loading
+    tied: Mapping[str, str] = field(default_factory=dict)  # parameters that are another's: that other's name
+    found: Mapping[str, ExpertsLayer] = field(default_factory=dict)  # by module name: what each expert has of those
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PendingExperts:
         return self  # it only says where bytes are
@@ -106,8 +109,8 @@ class PendingExperts:
         names = [name for name, _ in self.layers]
         reason = self.why_not_disk()
         if reason is None:
-            layers = [{param: self._pieces(f"{name}.{param}") for param in params} for name, params in self.layers]
-            bank = ExpertBank.from_safetensors(self.index, layers, location=location or "disk", names=names)
+            index, layers = self._sources()
+            bank = ExpertBank.from_safetensors(index, layers, location=location or "disk", names=names)
             self._check_shapes(bank)
             return bank
         if location == "disk":
@@ -126,7 +129,11 @@ class PendingExperts:
             made = self._convert(conversion, model)
             converted.update((name, tensor) for name, tensor in made.items() if name in wanted)
         return ExpertBank.from_tensors(
-            [{param: converted[f"{name}.{param}"] for param in params} for name, params in self.layers], names=names
+            [
+                self.found[name].adopted({param: converted[self._source(f"{name}.{param}")] for param in params})
+                for name, params in self.layers
+            ],
+            names=names,
         )
 
     def _nbytes(self) -> int:
@@ -144,16 +151,42 @@ class PendingExperts:
         ordered = [conversion.sources[p] for p in conversion.transform.source_patterns if p in conversion.sources]
         return [list(names) if merged else names[0] for names in ordered]
 
+    def _source(self, full_name: str) -> str:
+        return self.tied.get(full_name, full_name)
+
+    def _sources(self) -> tuple[CheckpointIndex, list[LayerSource]]:
+        """Where each expert's bytes lie, and the index with tensors of all experts in the shape that has a row for each."""
+        index = copy(self.index)
+        index.tensors = dict(self.index.tensors)
+        layers: list[LayerSource] = []
+        for name, _ in self.layers:
+            source: dict[str, list[str | list[str]]] = {}
+            for key, param in self.found[name].experts.items():
+                count = self.found[name].num_experts
+                pieces = [self._pieces(f"{name}.{part}") for part in param.names]
+                if not param.stacked:
+                    source[key] = [[str(piece[0]) for piece in pieces]]
+                    continue
+                source[key] = [piece if isinstance(piece, str) else piece[:count] for piece in pieces[0]]
+                if len(pieces[0]) == 1 and isinstance(pieces[0][0], str):
+                    extent = index.tensors[pieces[0][0]]
+                    if extent.shape[1:] != param.shape and extent.shape[0] == count * param.shape[0]:
+                        index.tensors[pieces[0][0]] = extent._replace(shape=(count, *param.shape))
+            layers.append(source)
+        return index, layers
+
     def _check_shapes(self, bank: ExpertBank) -> None:
         for layer, (name, params) in enumerate(self.layers):
-            for param, (shape, dtype) in params.items():
-                spec = bank.shape_groups[bank.layer_group[layer]][param]
-                if (bank.num_experts[layer], *spec.shape) != tuple(shape) or spec.dtype != dtype:
-                    source = self.conversions[f"{name}.{param}"].names[0]
+            for key, param in self.found[name].experts.items():
+                shape, dtype = param.shape, params[param.names[0]][1]
+                spec = bank.shape_groups[bank.layer_group[layer]][key]
+                count = self.found[name].num_experts
+                if bank.num_experts[layer] != count or spec != (shape, dtype):
+                    source = self.conversions[f"{name}.{param.names[0]}"].names[0]
                     raise CheckpointError(
-                        f"{name}.{param}: the checkpoint's tensors ({source!r} and others) make "
+                        f"{name}.{param.names[0]}: the checkpoint's tensors ({source!r} and others) make "
                         f"{(bank.num_experts[layer], *spec.shape)}, {spec.dtype}; "
-                        f"the model expects {tuple(shape)}, {dtype}"
+                        f"the model expects {(count, *shape)}, {dtype}"
                     )
 
     def _convert(self, conversion: Conversion, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -229,7 +262,7 @@ def keep_experts_out() -> None:
         for layer in layers:
             for param in layer.params.values():
                 param._is_hf_initialized = True  # type: ignore[attr-defined]  # or transformers would fill them
-            layer.module.__dict__[_PENDING] = pending, layer.name
+            layer.module.__dict__[PENDING] = pending, layer.name
         return info, offload_index
 
     load._keeps_experts_out = True  # type: ignore[attr-defined]
@@ -255,7 +288,7 @@ def _refuse_distributed_checkpoints() -> None:
 
 def kept_out(layers: Sequence[ExpertsLayer]) -> PendingExperts | None:
     """Where the experts of these layers are, if they were kept out of the model and have no bytes yet."""
-    stamps = [layer.module.__dict__.get(_PENDING) for layer in layers]
+    stamps = [layer.module.__dict__.get(PENDING) for layer in layers]
     if None in stamps or any(not param.is_meta for layer in layers for param in layer.params.values()):
         return None
     pendings = {id(pending): pending for pending, _ in stamps}  # type: ignore[misc]
@@ -370,6 +403,12 @@ def _locate(
         conversion = conversions.get(targets[0]) or Conversion(renamed, transform, targets)
         conversion.sources.setdefault(pattern or key, []).append(key)
         conversions.update(dict.fromkeys(targets, conversion))
+    tied = {
+        name: source
+        for name, source in _tied(model).items()
+        if name in wanted and name not in conversions and source in conversions
+    }
+    conversions.update((name, conversions[source]) for name, source in tied.items())
     for entry, tried in zip(mapping, trial, strict=True):
         entry._was_used = entry._was_used or tried._was_used
     pending = PendingExperts(
@@ -383,11 +422,18 @@ def _locate(
         ],
         conversions,
         load_config.hf_quantizer,
+        tied=tied,
+        found={layer.name: layer for layer in layers},
     )
     _check_complete(pending)
     if pending.why_not_disk() is None:
         pending.make_bank(model, "disk").close()
     return pending, ignored
+
+
+def _tied(model: PreTrainedModel) -> dict[str, str]:
+    """Parameters that are others', as transformers ties them after loading."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
 def _dtype(param: torch.Tensor, name: str, load_config: Any) -> torch.dtype:

@@ -20,18 +20,20 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..bank import ExpertBank, ParamSpec
 from ..errors import UnsupportedModelError
+from .adapters.tried import AdapterForm, try_adapter
 from .by_place import PlaceForm, place_forms
-from .forms import Form, Weights, by_flags, by_stock, by_stock_in_float32, flag, plain, stand_in, stock_forward
+from .discovery import ExpertsLayer
+from .forms import Form, by_flags, by_stock, by_stock_in_float32, flag, plain, stand_in, stock_forward
+from .shuffled import TRIAL_ERRORS, ShuffledLease, random_slots, same_bits
 
 __all__ = ["AnyForm", "choose_form", "choose_forms"]
 
 _KNOWN = {"num_experts", "act_fn", "_apply_gate", "post_expert_norm"}  # besides the bank's parameters
 _MOST_TOKENS = 1 << 17
 _MAGNITUDES = (1.0, 1e-3, 30.0, 1e4, 1e8, 0.0)
-_TRIAL_ERRORS = (RuntimeError, AttributeError, KeyError, TypeError, IndexError, ValueError, AssertionError)
 
 
-AnyForm = Form | PlaceForm
+AnyForm = Form | PlaceForm | AdapterForm
 
 
 class _Batch(NamedTuple):
@@ -41,7 +43,7 @@ class _Batch(NamedTuple):
 
 
 def choose_forms(
-    modules: Sequence[nn.Module],
+    layers: Sequence[ExpertsLayer],
     bank: ExpertBank,
     top_k: int | None,
     device: torch.device,
@@ -51,7 +53,7 @@ def choose_forms(
 
     Parameters
     ----------
-    modules : sequence of nn.Module
+    layers : sequence of ExpertsLayer
     bank : ExpertBank
     top_k, device
         See :func:`choose_form`.
@@ -59,15 +61,22 @@ def choose_forms(
         Of each module, as transformers names them.
     """
     forms: list[AnyForm] = []
-    for number, module in enumerate(modules):
-        group = bank.layer_group[number]
+    tried: dict[Any, frozenset[str]] = {}  # adapters: what they refuse, by what may differ
+    for number, layer in enumerate(layers):
+        group, module = bank.layer_group[number], layer.module
+        if layer.adapter is not None:
+            key = type(layer.adapter), type(module), group
+            if key not in tried:
+                tried[key] = try_adapter(layer.adapter, module, bank.shape_groups[group], device).refuses
+            forms.append(AdapterForm(layer.adapter, tried[key]))
+            continue
         twin = next(
             (
                 i
                 for i in range(number)
                 if bank.layer_group[i] == group
                 and implementations[i] == implementations[number]
-                and _alike(module, modules[i], set(bank.shape_groups[group]))
+                and _alike(module, layers[i].module, set(bank.shape_groups[group]))
             ),
             None,
         )
@@ -85,7 +94,7 @@ def choose_form(
     device: torch.device,
     top_k: int | None = None,
     implementation: str = "eager",
-) -> AnyForm:
+) -> Form | PlaceForm:
     """The cheapest way to compute this module that equals an experts implementation bit by bit.
 
     Parameters
@@ -128,7 +137,7 @@ def choose_form(
         )
         for shrink in dict.fromkeys((factor, 1)):
             trial = _Trial(module, specs, shrink, device, top_k, implementation)
-            candidates: Iterable[AnyForm] = (
+            candidates: Iterable[Form | PlaceForm] = (
                 _forms(module, specs, only_stock=bool(extra))
                 if implementation == "eager"
                 else place_forms(module, specs, implementation, device)
@@ -139,7 +148,7 @@ def choose_form(
                         not isinstance(form, PlaceForm) or real is None or real.passes_briefly(form)
                     ):
                         return form._replace(refuses=trial.refused(form))
-                except _TRIAL_ERRORS as error:
+                except TRIAL_ERRORS as error:
                     reasons.append(f"{_name(form)}: {str(error)[:200]}")
     detail = f" ({reasons[-1]})" if reasons else ""
     if implementation != "eager":
@@ -155,7 +164,7 @@ def choose_form(
     )
 
 
-def _name(form: AnyForm) -> str:
+def _name(form: Form | PlaceForm) -> str:
     return form.name if isinstance(form, PlaceForm) else form.product.__name__
 
 
@@ -205,7 +214,12 @@ class _Trial:
         self._device = device
         self._experts = int(module.num_experts)  # type: ignore[arg-type]
         # Expert e lies in slot e + 1, so that what takes one for the other is seen.
-        self._slots = {name: self._stacked(spec, shrink) for name, spec in specs.items()}
+        self._slots = {
+            name: random_slots(
+                [size // shrink for size in spec.shape], self._experts, spec.dtype, device, self._generator
+            )
+            for name, spec in specs.items()
+        }
         self._weights = {name: tensor[1:] for name, tensor in self._slots.items()}
         self._stock = _isolated(module, self._weights)
         self._run: Callable[..., torch.Tensor] = (
@@ -220,7 +234,7 @@ class _Trial:
         self._boundaries = sorted({int(n) for n in numbers if n == int(n) and 3 < n <= _MOST_TOKENS})
         self._top_k = min(top_k or 8, self._experts)
 
-    def passes(self, form: AnyForm) -> bool:
+    def passes(self, form: Form | PlaceForm) -> bool:
         return all(self._equal(form, batch) for batch in self._batches())
 
     def passes_briefly(self, form: PlaceForm) -> bool:
@@ -228,7 +242,7 @@ class _Trial:
         lengths = (1, 3) if form.name == "grouped_mm" else (1,)
         return all(self._equal(form, self._batch(self._ids(tokens, self._top_k), self._dtype)) for tokens in lengths)
 
-    def refused(self, form: AnyForm) -> frozenset[str]:
+    def refused(self, form: Form | PlaceForm) -> frozenset[str]:
         """Ways of running in which this form's bits are not the module's, though they are otherwise."""
         batches = [self._batch(self._ids(tokens, self._top_k), self._dtype) for tokens in (1, 17)]
         found = set()
@@ -243,36 +257,36 @@ class _Trial:
                 found.add("autocast")
         return frozenset(found)
 
-    def _all_equal(self, form: AnyForm, batches: Sequence[_Batch]) -> bool:
+    def _all_equal(self, form: Form | PlaceForm, batches: Sequence[_Batch]) -> bool:
         for batch in batches:
             try:
                 expected = self._forward(batch)
-            except _TRIAL_ERRORS:
+            except TRIAL_ERRORS:
                 continue  # the model's own forward fails there as well, and says so
             try:
-                if not all(_same_bits(found, expected) for found in self._found(form, batch)):
+                if not all(same_bits(found, expected) for found in self._found(form, batch)):
                     return False
-            except _TRIAL_ERRORS:
+            except TRIAL_ERRORS:
                 return False
         return True
 
-    def _equal(self, form: AnyForm, batch: _Batch) -> bool:
+    def _equal(self, form: Form | PlaceForm, batch: _Batch) -> bool:
         try:
             expected = self._forward(batch)
-        except _TRIAL_ERRORS:
+        except TRIAL_ERRORS:
             if len(batch.ids):
                 raise
             return True  # the implementation cannot run without tokens either
-        return all(_same_bits(found, expected) for found in self._found(form, batch))
+        return all(same_bits(found, expected) for found in self._found(form, batch))
 
     def _forward(self, batch: _Batch) -> torch.Tensor:
         return self._run(self._stock, *batch)
 
-    def _found(self, form: AnyForm, batch: _Batch) -> Iterator[torch.Tensor]:
+    def _found(self, form: Form | PlaceForm, batch: _Batch) -> Iterator[torch.Tensor]:
         # As a step computes whose experts land one after another, and as one whose experts are all resident.
-        yield form.run(self._subject, _Shuffled(self._slots, batch.ids, missing=1), *batch)
+        yield form.run(self._subject, ShuffledLease(self._slots, batch.ids, missing=1), *batch)
         if isinstance(form, PlaceForm):
-            yield form.run(self._subject, _Shuffled(self._slots, batch.ids, missing=0), *batch)
+            yield form.run(self._subject, ShuffledLease(self._slots, batch.ids, missing=0), *batch)
 
     def _batches(self) -> Iterator[_Batch]:
         for scale_dtype in dict.fromkeys((self._dtype, torch.float32)):
@@ -287,14 +301,6 @@ class _Trial:
             ids = self._ids(number, self._top_k if number < 4096 else 1)
             ids[: number - number // 8, 0] = self._experts - 1
             yield self._batch(ids, self._dtype)
-
-    def _stacked(self, spec: ParamSpec, shrink: int) -> torch.Tensor:
-        # Experts overlap in memory, each 64 elements after the one before: all differ, and none is large.
-        shape = [size // shrink for size in spec.shape]
-        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        memory = self._random(math.prod(shape) + 64 * self._experts, dtype=spec.dtype)
-        stacked = memory.as_strided((self._experts + 1, *shape), (64, *strides))
-        return stacked.contiguous() if stacked.numel() < 1 << 24 else stacked
 
     def _random(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         values = torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu")
@@ -324,23 +330,6 @@ class _Trial:
         return _Batch(rows.to(self._dtype), ids.to(self._device), scale)
 
 
-class _Shuffled:
-    """A lease on experts that are all there, yielded in descending order, to try a form with; expert e in slot e + 1."""
-
-    def __init__(self, weights: Weights, ids: torch.Tensor, missing: int) -> None:
-        self.weights, self.missing = weights, missing
-        self.experts = sorted(set(ids.flatten().tolist()))
-        self.slots = [expert + 1 for expert in self.experts]
-        self.in_order = False
-        self._ids = ids
-        self.positions: torch.Tensor
-
-    def ready(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        for expert in reversed(self.experts):
-            self.positions, tokens = torch.where(self._ids.t() == expert)
-            yield expert, expert + 1, tokens
-
-
 def _isolated(module: nn.Module, params: Mapping[str, torch.Tensor]) -> nn.Module:
     """A stand-in that evaluates, whose buffers a trial may write to."""
     twin = stand_in(module, params)
@@ -349,12 +338,6 @@ def _isolated(module: nn.Module, params: Mapping[str, torch.Tensor]) -> nn.Modul
         name: None if buffer is None else buffer.detach().clone() for name, buffer in module._buffers.items()
     }
     return twin
-
-
-def _same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    if found.dtype != expected.dtype or found.shape != expected.shape:
-        return False
-    return bool(((found == expected) | (found.isnan() & expected.isnan())).all())
 
 
 def _codes(module: nn.Module) -> list[types.CodeType]:
