@@ -102,7 +102,12 @@ class ExpertBank:
         self._mapped = mapped_files(tensors)
         self._closed = False
         self.page_lock: PageLock | None = None  # kept here because all caches over the bank share it
-        shared = sum(len(run.file) * run.nbytes for run in self._runs()) - self.stored_nbytes
+        places = [
+            np.stack([run.file.astype(np.uint64), run.source, np.full_like(run.source, run.nbytes)], axis=1)
+            for run in self._runs()
+        ]
+        self._stored_nbytes = int(np.unique(np.concatenate(places), axis=0)[:, 2].sum())
+        shared = sum(len(place) * int(place[0, 2]) for place in places) - self._stored_nbytes
         if shared:
             logger.warning(
                 "%s bytes of experts lie at the same place as others' (tied weights): each expert has a slot and copies of "
@@ -228,11 +233,7 @@ class ExpertBank:
     @property
     def stored_nbytes(self) -> int:
         """Bytes that the experts take where they lie: those that share their memory, or their place in a file, count once."""
-        places = [
-            np.stack([run.file.astype(np.uint64), run.source, np.full_like(run.source, run.nbytes)], axis=1)
-            for run in self._runs()
-        ]
-        return int(np.unique(np.concatenate(places), axis=0)[:, 2].sum())
+        return self._stored_nbytes
 
     def _runs(self) -> Iterator[Piece]:
         for layer in self._pieces:

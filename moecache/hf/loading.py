@@ -2,8 +2,9 @@
 
 transformers describes how a checkpoint's tensors become a model's parameters by renamings and converters. The same
 description, applied to the names alone, says where each expert's bytes lie. Where those bytes are the parameter's own
-(experts stacked, gate and up joined) they can be read from the checkpoint at any time; where they are not (another
-dtype, a transposition, a quantised format) transformers' converters make them, one group of tensors at a time. Where
+(experts stacked, gate and up joined), or packed in a format that is decoded on arrival, they can be read from the checkpoint
+at any time; where they are not (another dtype, a transposition, another quantised format) transformers' converters make
+them, one group of tensors at a time. Where
 experts cannot be kept out, one line says why and what it costs.
 """
 
@@ -32,10 +33,12 @@ from transformers.core_model_loading import (
 from ..bank import ExpertBank
 from ..checkpoint import CheckpointIndex
 from ..errors import AttachError, CheckpointError, UnsupportedModelError
+from ..layout import PackedSource
 from .discovery import NAME, ExpertsLayer, discover
 from .guards import check_decompressed
 from .implementations import implementations_of
 from .mapped import mapped_tensors
+from .packed import decodes, packed_format, packed_pieces, warn_of_other_blocks
 
 __all__ = ["PendingExperts", "keep_experts_out", "kept_out", "loaded_whole"]
 
@@ -71,8 +74,8 @@ class PendingExperts:
         return self  # it only says where bytes are
 
     def why_not_disk(self) -> str | None:
-        """Why the checkpoint's bytes are not the parameters' bytes, or None if they are."""
-        if self.quantizer is not None:
+        """Why the checkpoint's bytes are not the parameters' bytes, nor decoded to them, or None if they are."""
+        if self.quantizer is not None and not decodes(self.quantizer):
             method = self.quantizer.quantization_config.quant_method
             return (
                 f"the checkpoint is quantised ({getattr(method, 'value', method)}) and is converted when it is loaded"
@@ -88,11 +91,13 @@ class PendingExperts:
         conversion = self.conversions[full_name]
         if full_name in self.cast_to:
             return f"{full_name} was loaded as {dtype} and then cast to {self.cast_to[full_name]}"
-        steps = [] if conversion.transform is None else conversion.transform.operations
+        packed, steps = packed_format([] if conversion.transform is None else conversion.transform.operations)
         merges = [isinstance(step, MergeModulelist) and step.dim == 0 for step in steps]
         joins = [isinstance(step, Concatenate) and step.dim == 1 for step in steps]
         if any(not (merge or join) for merge, join in zip(merges, joins, strict=True)) or len(conversion.targets) > 1:
             return f"{full_name} is made from the checkpoint by {', '.join(map(repr, steps))}, not by plain joining"
+        if packed is not None:
+            return None  # what its tensors must be is checked with their format
         found = {self.index.tensors[name].dtype for name in conversion.names}
         if found != {dtype}:
             return f"{full_name} is to be {dtype}, the checkpoint holds {', '.join(map(str, found))}"
@@ -101,12 +106,25 @@ class PendingExperts:
             return f"{full_name} is one tensor {tuple(shape)}, the checkpoint's is of another shape"
         return None
 
+    def _why_not_decoded(self, model: nn.Module) -> str | None:
+        device = next((param.device for param in model.parameters() if not param.is_meta), None)
+        packed = any(
+            conversion.transform is not None and packed_format(conversion.transform.operations)[0] is not None
+            for conversion in self.conversions.values()
+        )
+        if not packed or device is None or device.type == "cpu":
+            return None
+        return f"packed experts are decoded into host memory only, and the model is on {device}"
+
     def make_bank(self, model: nn.Module, location: Literal["disk", "ram"] | None) -> ExpertBank:
         """A bank on the checkpoint's files, or of experts read (and converted if need be) into memory."""
         names = [name for name, _ in self.layers]
-        reason = self.why_not_disk()
+        reason = self.why_not_disk() or self._why_not_decoded(model)
         if reason is None:
-            layers = [{param: self._pieces(f"{name}.{param}") for param in params} for name, params in self.layers]
+            layers = [
+                {param: self._pieces(f"{name}.{param}", dtype) for param, (_, dtype) in params.items()}
+                for name, params in self.layers
+            ]
             bank = ExpertBank.from_safetensors(self.index, layers, location=location or "disk", names=names)
             self._check_shapes(bank)
             return bank
@@ -136,13 +154,22 @@ class PendingExperts:
             for param, (shape, dtype) in params.items()
         )
 
-    def _pieces(self, full_name: str) -> list[str | list[str]]:
+    def _pieces(self, full_name: str, dtype: torch.dtype) -> list[str | Sequence[str] | PackedSource]:
         conversion = self.conversions[full_name]
         if conversion.transform is None:
             return list(conversion.names)
-        merged = any(isinstance(step, MergeModulelist) for step in conversion.transform.operations)
+        packed, steps = packed_format(conversion.transform.operations)
+        merged = any(isinstance(step, MergeModulelist) for step in steps)
+        if packed is not None:
+            return packed_pieces(self.index, conversion, packed, dtype, merged=merged)
         ordered = [conversion.sources[p] for p in conversion.transform.source_patterns if p in conversion.sources]
         return [list(names) if merged else names[0] for names in ordered]
+
+    def warn_of_other_blocks(self) -> None:
+        """Log once if transformers reads scales otherwise than the configuration says."""
+        config = None if self.quantizer is None else self.quantizer.quantization_config
+        params = ((f"{name}.{param}", dtype) for name, params in self.layers for param, (_, dtype) in params.items())
+        any(warn_of_other_blocks(self.index, self._pieces(name, dtype), config) for name, dtype in params)
 
     def _check_shapes(self, bank: ExpertBank) -> None:
         for layer, (name, params) in enumerate(self.layers):
@@ -387,6 +414,7 @@ def _locate(
     _check_complete(pending)
     if pending.why_not_disk() is None:
         pending.make_bank(model, "disk").close()
+        pending.warn_of_other_blocks()
     return pending, ignored
 
 
@@ -407,12 +435,13 @@ def _check_complete(pending: PendingExperts) -> None:
                     "it cannot be run without its experts"
                 )
             conversion = pending.conversions[full_name]
-            if conversion.transform is None or not isinstance(conversion.transform.operations[0], MergeModulelist):
+            packed, steps = packed_format([] if conversion.transform is None else conversion.transform.operations)
+            if conversion.transform is None or not (steps and isinstance(steps[0], MergeModulelist)):
                 continue
-            patterns = conversion.transform.source_patterns
-            for pattern in patterns:
+            for pattern in conversion.transform.source_patterns:
                 names = conversion.sources.get(pattern, [])
-                if len(names) != shape[0] and pending.quantizer is None:
+                expected = pending.quantizer is None or (packed is not None and bool(names))
+                if len(names) != shape[0] and expected:
                     raise CheckpointError(
                         f"{full_name}: {_first_missing(names, shape[0], pattern)} is not in the checkpoint; "
                         f"found {len(names)} of {shape[0]} experts"
