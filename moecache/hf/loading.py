@@ -38,7 +38,7 @@ from .discovery import NAME, ExpertsLayer, discover
 from .guards import check_decompressed
 from .implementations import implementations_of
 from .mapped import mapped_tensors
-from .packed import decodes, packed_format, packed_pieces, warn_of_other_blocks
+from .packed import decodes, packed_format, packed_pieces, refuse_other_format, warn_of_other_blocks
 
 __all__ = ["PendingExperts", "keep_experts_out", "kept_out", "loaded_whole"]
 
@@ -118,18 +118,12 @@ class PendingExperts:
 
     def make_bank(self, model: nn.Module, location: Literal["disk", "ram"] | None) -> ExpertBank:
         """A bank on the checkpoint's files, or of experts read (and converted if need be) into memory."""
-        names = [name for name, _ in self.layers]
         reason = self.why_not_disk() or self._why_not_decoded(model)
         if reason is None:
-            layers = [
-                {param: self._pieces(f"{name}.{param}", dtype) for param, (_, dtype) in params.items()}
-                for name, params in self.layers
-            ]
-            bank = ExpertBank.from_safetensors(self.index, layers, location=location or "disk", names=names)
-            self._check_shapes(bank)
-            return bank
+            return self._stored_bank(location or "disk")
         if location == "disk":
             raise CheckpointError(f"bank='disk' is not possible: {reason}; use bank='ram'")
+        names = [name for name, _ in self.layers]
         wanted = {f"{name}.{param}" for name, params in self.layers for param in params}
         used = {id(self.conversions[name]): self.conversions[name] for name in sorted(wanted)}
         stored = {name for conversion in used.values() for name in conversion.names}
@@ -139,6 +133,10 @@ class PendingExperts:
             f"{sum(self.index.tensors[name].nbytes for name in stored):,}",
             reason,
         )
+        as_loaded = replace(self, cast_to={})
+        if as_loaded.why_not_disk() is None:
+            with as_loaded._stored_bank("disk") as bank:
+                return ExpertBank.from_tensors([self._cast(bank, number) for number in range(len(names))], names=names)
         converted: dict[str, torch.Tensor] = {}
         for conversion in used.values():
             made = self._convert(conversion, model)
@@ -146,6 +144,21 @@ class PendingExperts:
         return ExpertBank.from_tensors(
             [{param: converted[f"{name}.{param}"] for param in params} for name, params in self.layers], names=names
         )
+
+    def _stored_bank(self, location: Literal["disk", "ram"]) -> ExpertBank:
+        layers = [
+            {param: self._pieces(f"{name}.{param}", dtype) for param, (_, dtype) in params.items()}
+            for name, params in self.layers
+        ]
+        names = [name for name, _ in self.layers]
+        bank = ExpertBank.from_safetensors(self.index, layers, location=location, names=names)
+        self._check_shapes(bank)
+        return bank
+
+    def _cast(self, bank: ExpertBank, layer: int) -> dict[str, torch.Tensor]:
+        """A layer's experts as a bank of what was loaded has them, with the casts since."""
+        name = self.layers[layer][0]
+        return {key: value.to(self.cast_to.get(f"{name}.{key}")) for key, value in bank.layer(layer).items()}
 
     def _nbytes(self) -> int:
         return sum(
@@ -411,6 +424,7 @@ def _locate(
         conversions,
         load_config.hf_quantizer,
     )
+    refuse_other_format(index, conversions, ignored, load_config.hf_quantizer)
     _check_complete(pending)
     if pending.why_not_disk() is None:
         pending.make_bank(model, "disk").close()

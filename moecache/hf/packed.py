@@ -7,19 +7,20 @@ operation is a known one, its tensors stay as they lie, and each expert is decod
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..checkpoint import CheckpointIndex
+from ..errors import CheckpointError
 from ..layout import PackedSource
 from ..packed import Format, format_named
 
 if TYPE_CHECKING:
     from .loading import Conversion
 
-__all__ = ["decodes", "packed_format", "packed_pieces", "warn_of_other_blocks"]
+__all__ = ["decodes", "packed_format", "packed_pieces", "refuse_other_format", "warn_of_other_blocks"]
 
 _log = logging.getLogger("moecache")
 
@@ -31,8 +32,14 @@ _UNREAD = ("activation_scale", "input_scale")
 
 def decodes(quantizer: Any) -> bool:
     """Whether a quantiser makes plain parameters of what it loads, by an operation that a format stands for."""
-    method = getattr(quantizer.quantization_config.quant_method, "value", quantizer.quantization_config.quant_method)
-    return method in ("fp8", "mxfp4") and getattr(quantizer.quantization_config, "dequantize", False) is True
+    return (
+        _method(quantizer) in ("fp8", "mxfp4") and getattr(quantizer.quantization_config, "dequantize", False) is True
+    )
+
+
+def _method(quantizer: Any) -> str:
+    method = quantizer.quantization_config.quant_method
+    return str(getattr(method, "value", method))
 
 
 def packed_format(steps: Sequence[Any]) -> tuple[Format | None, Sequence[Any]]:
@@ -58,6 +65,23 @@ def packed_pieces(
         plain = not any(index.tensors[name].dtype_name in packed.dtypes for name in values)
         pieces.append(found[packed.suffixes[0]] if plain else PackedSource(packed, found, dtype))
     return pieces
+
+
+def refuse_other_format(
+    index: CheckpointIndex, conversions: Mapping[str, Conversion], ignored: Collection[str], quantizer: Any
+) -> None:
+    """Raise CheckpointError where experts have scales in the files that nothing would multiply them with."""
+    for conversion in conversions.values():
+        for name in conversion.names:
+            for packed in map(format_named, set(_FORMATS.values())):
+                values = index.tensors[name].dtype_name
+                scales = [name + suffix for suffix in packed.suffixes[1:] if name + suffix in ignored]
+                if scales and values in packed.dtypes:
+                    said = "none" if quantizer is None else _method(quantizer)
+                    raise CheckpointError(
+                        f"experts are stored as {values} with scales ({scales[0]!r}), and quantization_config, which says {said}, "
+                        f"has nothing read them; expected quant_method {packed.name!r} in config.json"
+                    )
 
 
 def warn_of_other_blocks(index: CheckpointIndex, pieces: Sequence[Any], config: Any) -> bool:
