@@ -4,68 +4,75 @@
 
 #include "_round.h"
 
-enum { FP8_COLS, FP8_BLOCK_ROWS, FP8_BLOCK_COLS, FP8_E5M2, FP8_SCALE, FP8_OUT };
-enum { FP8_SCALE_F32, FP8_SCALE_BF16, FP8_SCALE_TABLE };
+enum { FP8_COLS, FP8_BLOCK_ROWS, FP8_BLOCK_COLS, FP8_SCALE, FP8_OUT };
+enum { FP8_SCALE_F32, FP8_SCALE_BF16, FP8_SCALE_BYTE };
+/* Of a block from here on, all 256 products are made once and looked up. */
+enum { FP8_LARGE_BLOCK = 1024 };
 
-MOE_INLINE float moe_fp8_scale(const unsigned char *at, int kind, const unsigned char *table) {
+MOE_INLINE float moe_fp8_scale(const unsigned char *at, int kind, const float *powers) {
     float scale;
     uint16_t half;
-    if (kind == FP8_SCALE_BF16) {
-        memcpy(&half, at, 2);
-        return moe_float((uint32_t)half << 16);
+    if (kind == FP8_SCALE_BYTE) return powers[*at];
+    if (kind == FP8_SCALE_F32) {
+        memcpy(&scale, at, 4);
+        return scale;
     }
-    memcpy(&scale, kind == FP8_SCALE_F32 ? at : table + 4 * *at, 4);
-    return scale;
+    memcpy(&half, at, 2);
+    return moe_float((uint32_t)half << 16);
 }
 
-/* Exponent and mantissa shift into a float32's place; one multiplication makes up for the other bias, subnormals included. */
-MOE_INLINE float moe_from_e4m3(uint32_t x) {
-    const uint32_t magnitude = x & 0x7f, value = moe_bits(moe_float(magnitude << 20) * 0x1p120f);
-    return moe_float((x & 0x80) << 24 | (magnitude == 0x7f ? 0x7fc00000 : value));
-}
-
-MOE_INLINE float moe_from_e5m2(uint32_t x) {
-    const uint32_t magnitude = x & 0x7f, value = moe_bits(moe_float(magnitude << 21) * 0x1p112f);
-    return moe_float((x & 0x80) << 24 | (magnitude >= 0x7c ? 0x7f800000 | magnitude << 21 : value));
-}
-
-#define MOE_FP8_RUN(name, from, store, type)                                                              \
-    MOE_CLONES static void name(type *restrict out, const unsigned char *restrict at, ptrdiff_t n, float scale) { \
-        for (ptrdiff_t i = 0; i < n; i++) out[i] = store(from(at[i]) * scale);                             \
+/* Four values a store: a loop of single ones is as slow as its stores. */
+MOE_INLINE void moe_fp8_look_up(uint16_t *out, const unsigned char *at, ptrdiff_t n, const uint16_t *products) {
+    ptrdiff_t i = 0;
+    for (; i + 4 <= n; i += 4) {
+        const uint16_t four[4] = {products[at[i]], products[at[i + 1]], products[at[i + 2]], products[at[i + 3]]};
+        memcpy(out + i, four, 8);
     }
+    for (; i < n; i++) out[i] = products[at[i]];
+}
+
+MOE_INLINE void moe_fp8_look_up_wide(float *out, const unsigned char *at, ptrdiff_t n, const float *products) {
+    for (ptrdiff_t i = 0; i < n; i++) out[i] = products[at[i]];
+}
+
 #define MOE_SAME(value) (value)
 
-MOE_FP8_RUN(moe_e4m3_bf16, moe_from_e4m3, moe_to_bf16, uint16_t)
-MOE_FP8_RUN(moe_e4m3_f16, moe_from_e4m3, moe_to_f16, uint16_t)
-MOE_FP8_RUN(moe_e4m3_f32, moe_from_e4m3, MOE_SAME, float)
-MOE_FP8_RUN(moe_e5m2_bf16, moe_from_e5m2, moe_to_bf16, uint16_t)
-MOE_FP8_RUN(moe_e5m2_f16, moe_from_e5m2, moe_to_f16, uint16_t)
-MOE_FP8_RUN(moe_e5m2_f32, moe_from_e5m2, MOE_SAME, float)
-
-static void moe_fp8_run(const int64_t *numbers, unsigned char *out, const unsigned char *at, ptrdiff_t n, float scale) {
-    switch (3 * (numbers[FP8_E5M2] != 0) + numbers[FP8_OUT]) {
-    case MOE_BF16: moe_e4m3_bf16((uint16_t *)out, at, n, scale); break;
-    case MOE_F16: moe_e4m3_f16((uint16_t *)out, at, n, scale); break;
-    case MOE_F32: moe_e4m3_f32((float *)out, at, n, scale); break;
-    case 3 + MOE_BF16: moe_e5m2_bf16((uint16_t *)out, at, n, scale); break;
-    case 3 + MOE_F16: moe_e5m2_f16((uint16_t *)out, at, n, scale); break;
-    default: moe_e5m2_f32((float *)out, at, n, scale);
+#define MOE_FP8_BLOCK(name, type, store, look_up)                                                            \
+    MOE_CLONES static void name##_products(type *restrict to, const float *restrict values, float scale) {  \
+        for (int i = 0; i < 256; i++) to[i] = store(values[i] * scale);                                      \
+    }                                                                                                        \
+    static void name(type *out, const unsigned char *at, ptrdiff_t rows, ptrdiff_t n, ptrdiff_t cols,        \
+                     const float *values, float scale) {                                                     \
+        type products[256];                                                                                  \
+        const int large = rows * n >= FP8_LARGE_BLOCK;                                                       \
+        if (large) name##_products(products, values, scale);                                                 \
+        for (ptrdiff_t row = 0; row < rows; row++, out += cols, at += cols)                                  \
+            if (large) look_up(out, at, n, products);                                                        \
+            else                                                                                             \
+                for (ptrdiff_t i = 0; i < n; i++) out[i] = store(values[at[i]] * scale);                     \
     }
-}
 
+MOE_FP8_BLOCK(moe_fp8_bf16, uint16_t, moe_to_bf16, moe_fp8_look_up)
+MOE_FP8_BLOCK(moe_fp8_f16, uint16_t, moe_to_f16, moe_fp8_look_up)
+MOE_FP8_BLOCK(moe_fp8_f32, float, MOE_SAME, moe_fp8_look_up_wide)
+
+/* The table holds what each value, and then what each scale of one byte stands for, as float32. */
 static void moe_fp8(const unsigned char **streams, const int64_t *numbers, const unsigned char *table, int64_t first,
                     int64_t rows, unsigned char *out) {
     const int64_t cols = numbers[FP8_COLS], high = numbers[FP8_BLOCK_ROWS], wide = numbers[FP8_BLOCK_COLS];
-    const int kind = (int)numbers[FP8_SCALE], item = numbers[FP8_OUT] == MOE_F32 ? 4 : 2;
-    const int64_t scale_nbytes = kind == FP8_SCALE_F32 ? 4 : kind == FP8_SCALE_BF16 ? 2 : 1;
-    const int64_t across = (cols + wide - 1) / wide;
-    for (int64_t row = first; row < first + rows; row++) {
+    const int kind = (int)numbers[FP8_SCALE];
+    const int64_t scale_nbytes = kind == FP8_SCALE_F32 ? 4 : kind == FP8_SCALE_BF16 ? 2 : 1, across = (cols + wide - 1) / wide;
+    const float *values = (const float *)table;
+    for (int64_t row = first, next; row < first + rows; row = next) {
+        next = (row / high + 1) * high < first + rows ? (row / high + 1) * high : first + rows;
         const unsigned char *scales = streams[1] + (row / high - first / high) * across * scale_nbytes;
-        const unsigned char *at = streams[0] + (row - first) * cols;
         for (int64_t col = 0; col < cols; col += wide) {
-            const int64_t n = cols - col < wide ? cols - col : wide;
-            const float scale = moe_fp8_scale(scales + col / wide * scale_nbytes, kind, table);
-            moe_fp8_run(numbers, out + (row * cols + col) * item, at + col, n, scale);
+            const int64_t n = cols - col < wide ? cols - col : wide, place = row * cols + col;
+            const unsigned char *at = streams[0] + (row - first) * cols + col;
+            const float scale = moe_fp8_scale(scales + col / wide * scale_nbytes, kind, values + 256);
+            if (numbers[FP8_OUT] == MOE_BF16) moe_fp8_bf16((uint16_t *)out + place, at, next - row, n, cols, values, scale);
+            else if (numbers[FP8_OUT] == MOE_F16) moe_fp8_f16((uint16_t *)out + place, at, next - row, n, cols, values, scale);
+            else moe_fp8_f32((float *)out + place, at, next - row, n, cols, values, scale);
         }
     }
 }

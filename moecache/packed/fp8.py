@@ -21,6 +21,7 @@ __all__ = ["FP8", "BlockFP8"]
 
 # What the loop calls a scale's dtype, and its bytes.
 _SCALES = {"F32": (0, 4), "BF16": (1, 2), "F8_E8M0": (2, 1), "U8": (2, 1)}
+_VALUES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 
 class FP8(Format):
@@ -80,16 +81,17 @@ def _recipe(shape: tuple[int, int], block: tuple[int, int], values: str, scales:
         rows,
         quantum,
         ((1, cols), (high, across * nbytes)),
-        np.array([cols, high, wide, values == "F8_E5M2", kind, output], np.int64),
-        table=_exponents(scales) if kind == 2 else None,
+        np.array([cols, high, wide, kind, output], np.int64),
+        table=np.concatenate([_of_every_byte(values), _of_every_byte(scales)]) if nbytes == 1 else _of_every_byte(values),
     )
 
 
-def _exponents(dtype: str) -> np.ndarray:
-    """What each byte of a scale stands for, as torch has it: e8m0 is float8_e8m0fnu, U8 the same without its NaN."""
+def _of_every_byte(dtype: str) -> np.ndarray:
+    """What each byte stands for as float32: a value by torch's own conversion, a scale as a power of two."""
     every = torch.arange(256, dtype=torch.uint8, device="cpu")
-    if dtype == "U8":
-        powers = (every.to(torch.float32) - 127.0).exp2()
-    else:
-        powers = every.view(torch.float8_e8m0fnu).to(torch.float32)
-    return powers.numpy().view(np.uint8)
+    if dtype in _VALUES:
+        return every.view(_VALUES[dtype]).to(torch.float32).numpy().view(np.uint8)
+    made = (every.to(torch.float32) - 127.0).exp2()
+    if dtype == "F8_E8M0":
+        made[255] = torch.nan
+    return made.numpy().view(np.uint8)

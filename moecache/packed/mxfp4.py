@@ -20,6 +20,8 @@ from .recipe import Recipe
 __all__ = ["MXFP4"]
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# For results of 16 bits: where the exponent begins, and the least and the largest scale with which all values stay normal.
+_EXPONENTS = {torch.bfloat16: (7, 2, 252), torch.float16: (10, 114, 140)}
 # Of rows of the packed matrix, which are columns of the result: as many as fill a cache line there.
 _QUANTUM = 32
 
@@ -54,7 +56,7 @@ def _recipe(rows: int, cols: int, dtype: torch.dtype) -> Recipe:
         rows,
         _QUANTUM,
         ((1, cols // 2), (1, cols // 32)),
-        np.array([cols, rows, dtype.itemsize, 1], np.int64),
+        np.array([cols, rows, dtype.itemsize, *_EXPONENTS.get(dtype, (0, 1, 0))], np.int64),
         table=_table(dtype),
     )
 
