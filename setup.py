@@ -8,11 +8,13 @@ from Cython.Build import cythonize
 from setuptools import Extension, setup
 
 if sys.platform == "win32":
-    compile_args, link_args = ["/O2"], []
+    compile_args, link_args, uncontracted = ["/O2"], [], []
 else:
     # Never -march=native: one wheel serves every CPU of its platform, wider vectors are chosen at run time.
     # Nobody reads floating-point traps or errno, and without them a comparison need not be a branch.
     compile_args, link_args = ["-O3", "-fno-trapping-math", "-fno-math-errno", "-pthread"], ["-pthread"]
+    # What is decoded has the bits of a product and a sum where the format has both.
+    uncontracted = ["-ffp-contract=off"]
     # After the options above, so that they win over -O3; CFLAGS of the environment come before them.
     compile_args += os.environ.get("MOECACHE_CFLAGS", "").split()
 
@@ -22,8 +24,8 @@ def extension(source: Path) -> Extension:
     return Extension(
         ".".join(source.with_suffix("").parts),
         [str(source)],
-        include_dirs=["moecache/_decide"],
-        extra_compile_args=compile_args,
+        include_dirs=["moecache/_decide", "moecache/packed"],
+        extra_compile_args=(uncontracted if source.parent.name == "packed" else []) + compile_args,
         extra_link_args=link_args,
     )
 

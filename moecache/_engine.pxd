@@ -54,6 +54,7 @@ cdef enum:
     MAX_PARTS = 2 * MAX_PIECES + 1  # buffers one read may fill: the pieces and what lies around them
     MAX_DEPTH = 64                  # chunks an asynchronous link may have outstanding
     MAX_THREADS = 64                # I/O threads of one engine
+    MAX_STREAMS = 4                 # runs of bytes that packed values are decoded from; no more than MAX_PIECES
 
 cdef enum:                  # what a link's functions return: 0 is done, a positive number is an errno
     PENDING = -1            # the chunk is still under way
@@ -73,15 +74,34 @@ cdef enum:                  # state of a slot's job
     BLOCKED = 2             # may not begin before the copy of an earlier generation into the slot has stopped
     MOVING = 3              # in no queue any more: its last chunks move
 
+# Decodes rows from `first` on, one of the recipe's quanta, of a matrix that begins at `out`. Each stream begins with what
+# these rows need of it. Called without the GIL, on any thread.
+ctypedef void (*Decoder)(const unsigned char** streams, const int64_t* numbers, const unsigned char* table, int64_t first,
+                         int64_t rows, unsigned char* out) noexcept nogil
+
+cdef struct Recipe:         # how a matrix is decoded from its streams; written when the engine is made
+    Decoder decode          # the format's loop
+    const int64_t* numbers  # that it is called with
+    const unsigned char* table  # that it is called with, NULL: none
+    int32_t streams         # in use of the two arrays below
+    int64_t rows            # of the matrix
+    int64_t chunk_rows      # that one chunk decodes, a multiple of the quantum
+    int64_t step[MAX_STREAMS]       # of so many rows
+    int64_t nbytes[MAX_STREAMS]     # the stream has so many bytes
+
 cdef struct Segment:        # a run of a source's bytes; written when the engine is made
+    Recipe* recipe          # of the matrix whose first stream this is, NULL: plain bytes, or a further stream, which follows
     int32_t file            # index into the files, -1: host memory
     int32_t region          # where in the slot it goes: which region,
     uint64_t source         # byte offset in the file, or address
     int64_t nbytes          # never 0
     uint64_t offset         # and how many bytes from the slot's begin in that region
 
-cdef struct Chunk:          # the unit that travels; from a file its pieces are neighbours there
-    int32_t file            # that all its pieces come from, -1: host memory
+cdef struct Chunk:          # the unit that travels; plain pieces from a file are neighbours there
+    Segment* packed         # the first of the streams that its pieces are parts of, NULL: its bytes go as they are
+    int64_t first_row       # of those that are decoded,
+    int64_t rows            # and how many they are; their matrix begins at target[0]
+    int32_t file            # that all its pieces, or the first of its streams, come from, -1: host memory
     int32_t pieces          # in use of the three arrays below
     int64_t nbytes          # of all pieces
     uint64_t source[MAX_PIECES]     # byte offset in the file, or address
@@ -130,7 +150,8 @@ cdef struct Mover:          # what a thread that moves bytes has for itself
     Counters* counters      # of the engine, for those that are atomic
     unsigned char* bounce   # aligned buffer for direct reads, made at the first one
     int64_t bounce_bytes    # its size, once it is made
-    int64_t fault_offset    # where in the file the last error was
+    int32_t fault_file      # in which file the last error of a read was,
+    int64_t fault_offset    # and where in it
     int64_t short_read      # injected: most bytes one read returns, 0: no limit
     bint refuse_direct      # injected: direct reads return EINVAL
     bint on_thread          # an I/O thread's, not a helping caller's
@@ -145,6 +166,7 @@ cdef struct Mover:          # what a thread that moves bytes has for itself
 cdef struct Link:           # what bytes travel over; written when it is made
     bint asynchronous       # copy() only starts a chunk, query() says when it is over
     bint direct             # read files past the page cache
+    bint decodes            # it takes packed sources
     bint hangs              # a copy from memory may stand still too: waiting callers leave all to the I/O threads
     int32_t depth           # chunks outstanding at most
     int64_t file_chunk      # most bytes of a chunk that comes from a file, 0: it reads none
@@ -175,7 +197,7 @@ cdef struct Slot:           # a slot and its one live job; written with the engi
     int32_t heap            # position in the prefetch queue
     int64_t sequence        # names one admission; 0: none is live, so that a late chunk finds nobody
     int64_t segment         # where the next chunk begins: in this segment
-    int64_t offset          # so many bytes after its begin
+    int64_t offset          # so many bytes after its begin, or rows of a packed one
     int64_t landed          # bytes of the live job that have arrived
     int32_t begun           # 1: its first chunk has started
     int32_t outstanding     # chunks of the live job that are moving
@@ -213,6 +235,8 @@ cdef struct EngineState:    # written with `lock` held, except where a field say
     Slot* slots             # [slots]
     Segment* segments       # those of source i are segment_start[i] to segment_start[i + 1] - 1
     int64_t* segment_start  # [sources + 1]
+    Recipe* recipes         # that segments refer to
+    int64_t staging_bytes   # that the streams of a chunk take with the blocks around them, at most
     uint64_t* region_address    # [regions] where each begins; move_region() writes it too
     uint64_t* region_stride     # [regions] bytes from one slot to the next
     int32_t first           # ends of the demand queue, a list through the slots; -1: it is empty

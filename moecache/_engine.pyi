@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from .packed.recipe import Recipe
+
 @dataclass(frozen=True, eq=False)
 class Sources:
     segment_start: NDArray[np.int64]
@@ -20,6 +22,8 @@ class Sources:
     tensors: tuple[Any, ...] = ()
     tensor_address: NDArray[np.uint64] | None = None
     segment_tensor: NDArray[np.int32] | None = None
+    recipes: tuple[Recipe, ...] = ()
+    segment_recipe: NDArray[np.int32] | None = None
     name_of: Callable[[int], str] = ...
 
 class _Link:

@@ -72,6 +72,8 @@ cdef class Engine:
             raise ValueError("this link already serves another engine; give each its own")
         if len(sources.files) and handle.link.link.file_chunk <= 0:
             raise ValueError(f"{type(link).__name__} cannot read files, and the sources have {len(sources.files)}")
+        if len(sources.recipes) and not handle.link.link.decodes:
+            raise ValueError(f"{type(link).__name__} cannot decode, and the sources are packed")
         state.link = &handle.link.link
         state.window_bytes = window_bytes
         choose_chunks(handle, len(sources.files) > 0, chunk_bytes)

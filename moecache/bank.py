@@ -11,7 +11,7 @@ import itertools
 import logging
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +22,19 @@ from ._engine import Sources
 from .checkpoint import CheckpointIndex, TensorFiles
 from .errors import CheckpointError, ClosedError, CopyError, RoutingError
 from .layout import PRESETS, LayerSource, Layout
-from .pieces import ParamSpec, Piece, adopt_layer, locate_layer, mapped_files, merge_adjacent
+from .packed import Format, format_named
+from .packed._loops import decode
+from .pieces import (
+    PackedPiece,
+    ParamSpec,
+    Piece,
+    adopt_layer,
+    experts_of,
+    locate_layer,
+    mapped_files,
+    merge_adjacent,
+    segments_of,
+)
 from .stamp import check_unchanged
 
 if TYPE_CHECKING:
@@ -54,6 +66,8 @@ class ExpertBank:
     layer_group : tuple of int
         Each layer's place in ``shape_groups``.
     location : {"ram", "disk"}
+    is_packed : bool
+        Some experts are decoded from fewer bytes than they have (``stored_nbytes`` against ``nbytes``).
     copied_bytes : int
         Bytes that had to be copied once because a tensor was not contiguous or not in host memory.
     """
@@ -61,7 +75,7 @@ class ExpertBank:
     def __init__(
         self,
         specs: Sequence[Mapping[str, ParamSpec]],
-        pieces: Sequence[Mapping[str, Sequence[Piece]]],
+        pieces: Sequence[Mapping[str, Sequence[Piece | PackedPiece]]],
         names: Sequence[str],
         *,
         location: Literal["ram", "disk"],
@@ -70,7 +84,7 @@ class ExpertBank:
         copied_bytes: int = 0,
     ) -> None:
         self.layer_names = tuple(names)
-        self.num_experts = tuple(len(next(iter(layer.values()))[0].file) for layer in pieces)
+        self.num_experts = tuple(experts_of(next(iter(layer.values()))[0]) for layer in pieces)
         self.shape_groups, self.layer_group = _shape_groups(specs)
         self._expert_nbytes = [
             sum(spec.nbytes for spec in self.shape_groups[group].values()) for group in self.layer_group
@@ -79,17 +93,26 @@ class ExpertBank:
         self.location = location
         self.copied_bytes = copied_bytes
         self._pieces = [{name: merge_adjacent(runs) for name, runs in layer.items()} for layer in pieces]
+        self.is_packed = any(
+            isinstance(p, PackedPiece) for layer in self._pieces for runs in layer.values() for p in runs
+        )
         self._index = index
         self._tensors = tuple(tensors)
         self._addresses = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
         self._mapped = mapped_files(tensors)
         self._closed = False
         self.page_lock: PageLock | None = None  # kept here because all caches over the bank share it
-        if self.stored_nbytes < self.nbytes:
+        places = [
+            np.stack([run.file.astype(np.uint64), run.source, np.full_like(run.source, run.nbytes)], axis=1)
+            for run in self._runs()
+        ]
+        self._stored_nbytes = int(np.unique(np.concatenate(places), axis=0)[:, 2].sum())
+        shared = sum(len(place) * int(place[0, 2]) for place in places) - self._stored_nbytes
+        if shared:
             logger.warning(
                 "%s bytes of experts lie at the same place as others' (tied weights): each expert has a slot and copies of "
                 "its own all the same",
-                f"{self.nbytes - self.stored_nbytes:,}",
+                f"{shared:,}",
             )
 
     @classmethod
@@ -123,7 +146,7 @@ class ExpertBank:
             raise CheckpointError(f"{len(names)} names for {len(layers)} layers")
         adopted = [adopt_layer(params, name) for params, name in zip(layers, names, strict=True)]
         tensors: list[torch.Tensor] = []
-        pieces: list[dict[str, list[Piece]]] = []
+        pieces: list[dict[str, list[Piece | PackedPiece]]] = []
         for layer in adopted:
             pieces.append({})
             for param, a in layer.items():
@@ -147,6 +170,8 @@ class ExpertBank:
         location: Literal["disk", "ram"] = "disk",
         layers: Sequence[int] | None = None,
         names: Sequence[str] | None = None,
+        packed: str | Format | None = None,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> ExpertBank:
         """Find the experts in a checkpoint's own files.
 
@@ -162,11 +187,18 @@ class ExpertBank:
             The model's numbers of the layers wanted, with a layout of templates; all that match when None.
         names : sequence of str, optional
             Names of the layers; by default made from the templates.
+        packed : str or Format, optional
+            How the tensors that the templates name are packed: "fp8", "fp8-128", "mxfp4", or a format of your own
+            (:func:`moecache.packed.register_format`). Files and memory then hold what the checkpoint holds, and an expert is
+            decoded as it arrives in a slot. Layers whose tensors are not packed stay as they are.
+        dtype : torch.dtype
+            What packed experts are decoded to.
 
         Raises
         ------
         CheckpointError
-            A shard is missing or cut short, an expert is missing, or experts of a layer differ in shape or dtype.
+            A shard is missing or cut short, an expert is missing, or experts of a layer differ in shape or dtype; packed
+            values have no scales, or others than their format has.
         """
         if location not in ("disk", "ram"):
             raise CheckpointError(f"location is {location!r}; expected 'disk' or 'ram'")
@@ -176,7 +208,12 @@ class ExpertBank:
         elif isinstance(layout, Mapping):
             layout = Layout(layout)
         if isinstance(layout, Layout):
-            sources, found_names = layout.resolve(index, layers)
+            how = format_named(packed) if isinstance(packed, str) else packed
+            sources, found_names = layout.resolve(index, layers, packed=how, dtype=dtype)
+        elif packed is not None:
+            raise CheckpointError(
+                "packed= goes with templates; say it of each tensor with moecache.layout.PackedSource"
+            )
         else:
             sources, found_names = list(layout), [f"layers.{i}" for i in range(len(layout))]
         names = found_names if names is None else list(names)
@@ -190,20 +227,22 @@ class ExpertBank:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all experts of all layers."""
+        """Bytes of all experts of all layers, decoded."""
         return self._nbytes
 
     @property
     def stored_nbytes(self) -> int:
         """Bytes that the experts take where they lie: those that share their memory, or their place in a file, count once."""
-        runs = [
-            (piece.file, piece.source, piece.nbytes) for layer in self._pieces for p in layer.values() for piece in p
-        ]
-        places = [np.stack([f.astype(np.uint64), at, np.full_like(at, n)], axis=1) for f, at, n in runs]
-        return int(np.unique(np.concatenate(places), axis=0)[:, 2].sum())
+        return self._stored_nbytes
+
+    def _runs(self) -> Iterator[Piece]:
+        for layer in self._pieces:
+            for pieces in layer.values():
+                for piece in pieces:
+                    yield from piece.streams if isinstance(piece, PackedPiece) else (piece,)
 
     def expert_nbytes(self, layer: int) -> int:
-        """Bytes of one expert of this layer."""
+        """Bytes of one expert of this layer, decoded."""
         return self._expert_nbytes[self._layer(layer)]
 
     def sources(self, region_of: Mapping[tuple[int, str], int]) -> Sources:
@@ -221,34 +260,16 @@ class ExpertBank:
             A file of the checkpoint has changed since its header was read.
         """
         self.check_unchanged()
-        file, source, owner, nbytes, region, offset, counts = [], [], [], [], [], [], []
-        for layer, params in enumerate(self._pieces):
-            experts = self.num_experts[layer]
-            columns = []
-            for param, runs in params.items():
-                position = 0
-                for piece in runs:
-                    columns.append((piece, region_of[self.layer_group[layer], param], position))
-                    position += piece.nbytes
-            file.append(np.stack([piece.file for piece, _, _ in columns], axis=1).ravel())
-            source.append(np.stack([piece.source for piece, _, _ in columns], axis=1).ravel())
-            owner.append(np.stack([piece.owner for piece, _, _ in columns], axis=1).ravel())
-            nbytes.append(np.tile(np.array([piece.nbytes for piece, _, _ in columns], dtype=np.int64), experts))
-            region.append(np.tile(np.array([number for _, number, _ in columns], dtype=np.int32), experts))
-            offset.append(np.tile(np.array([position for _, _, position in columns], dtype=np.int64), experts))
-            counts.append(np.full(experts, len(columns), dtype=np.int64))
+        regions = [
+            {param: region_of[group, param] for param in layer}
+            for group, layer in zip(self.layer_group, self._pieces, strict=True)
+        ]
         return Sources(
-            segment_start=np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64),
-            segment_file=np.concatenate(file),
-            segment_source=np.concatenate(source),
-            segment_nbytes=np.concatenate(nbytes),
-            segment_region=np.concatenate(region),
-            segment_offset=np.concatenate(offset),
+            **segments_of(self._pieces, regions),
             files=() if self._index is None else self._index.files,
             stamps=() if self._index is None else self._index.stamps,
             tensors=self._tensors,
             tensor_address=self._addresses,
-            segment_tensor=np.concatenate(owner),
             name_of=_Names(self.num_experts, self.layer_names),
         )
 
@@ -287,7 +308,7 @@ class ExpertBank:
         with self._files() as files:
             for param, spec in self.shape_groups[self.layer_group[layer]].items():
                 tensors[param] = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
-                self._read(files, self._pieces[layer][param], index, tensors[param].data_ptr())
+                self._decode(files, self._pieces[layer][param], index, tensors[param].data_ptr())
         return tensors
 
     def layer(self, layer: int) -> dict[str, torch.Tensor]:
@@ -322,7 +343,8 @@ class ExpertBank:
 
     def __repr__(self) -> str:
         experts = sum(self.num_experts)
-        return f"ExpertBank({len(self.num_experts)} layers, {experts} experts, {self.nbytes} bytes, {self.location})"
+        packed = f" ({self.stored_nbytes} packed)" if self.is_packed else ""
+        return f"ExpertBank({len(self.num_experts)} layers, {experts} experts, {self.nbytes} bytes{packed}, {self.location})"
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_open()
@@ -367,35 +389,71 @@ class ExpertBank:
         return layer
 
     def _into_ram(self) -> ExpertBank:
+        """The same experts, their bytes as the files have them, in memory."""
+        tensors: list[torch.Tensor] = []
         with self._files(drop_cached=True) as files:
-            layers = [self._stacked(files, layer) for layer in range(len(self.num_experts))]
-        return ExpertBank.from_tensors(layers, names=self.layer_names)
+            pieces = [
+                {param: [self._held(files, piece, tensors) for piece in runs] for param, runs in layer.items()}
+                for layer in self._pieces
+            ]
+        specs = [self.shape_groups[group] for group in self.layer_group]
+        return ExpertBank(specs, pieces, self.layer_names, location="ram", tensors=tensors)
+
+    def _held(
+        self, files: TensorFiles | None, piece: Piece | PackedPiece, tensors: list[torch.Tensor]
+    ) -> Piece | PackedPiece:
+        if isinstance(piece, PackedPiece):
+            streams = [self._held(files, run, tensors) for run in piece.streams]
+            return piece._replace(streams=tuple(run for run in streams if isinstance(run, Piece)))
+        experts = len(piece.file)
+        held = torch.empty((experts, piece.nbytes), dtype=torch.uint8, device="cpu")
+        for expert in range(experts):
+            self._read(files, piece, expert, held[expert].data_ptr())
+        tensors.append(held)
+        return Piece(
+            file=np.full(experts, -1, np.int32),
+            source=np.uint64(held.data_ptr()) + np.arange(experts, dtype=np.uint64) * np.uint64(piece.nbytes),
+            owner=np.full(experts, len(tensors) - 1, np.int32),
+            nbytes=piece.nbytes,
+        )
 
     def _stacked(self, files: TensorFiles | None, layer: int) -> dict[str, torch.Tensor]:
         tensors = {}
         for param, spec in self.shape_groups[self.layer_group[layer]].items():
             stacked = torch.empty((self.num_experts[layer], *spec.shape), dtype=spec.dtype, device="cpu")
             for index in range(self.num_experts[layer]):
-                self._read(files, self._pieces[layer][param], index, stacked.data_ptr() + index * spec.nbytes)
+                self._decode(files, self._pieces[layer][param], index, stacked.data_ptr() + index * spec.nbytes)
             tensors[param] = stacked
         return tensors
 
     def _files(self, *, drop_cached: bool = False) -> TensorFiles | nullcontext[None]:
         return nullcontext() if self._index is None else TensorFiles(self._index, drop_cached=drop_cached)
 
-    def _read(self, files: TensorFiles | None, pieces: Sequence[Piece], expert: int, address: int) -> None:
+    def _decode(
+        self, files: TensorFiles | None, pieces: Sequence[Piece | PackedPiece], expert: int, address: int
+    ) -> None:
+        """One parameter of an expert, decoded, to an address."""
         for piece in pieces:
-            file, source, owner = int(piece.file[expert]), int(piece.source[expert]), int(piece.owner[expert])
-            if files is not None:
-                files.read(file, source, piece.nbytes, address)
-            elif self._tensors[owner].data_ptr() != self._addresses[owner]:
-                raise CheckpointError(
-                    f"the memory of a tensor of shape {tuple(self._tensors[owner].shape)} has moved since the bank was built "
-                    "(put into shared memory?); build the bank after that"
-                )
+            if isinstance(piece, PackedPiece):
+                streams = [torch.empty(run.nbytes, dtype=torch.uint8, device="cpu") for run in piece.streams]
+                for run, stream in zip(piece.streams, streams, strict=True):
+                    self._read(files, run, expert, stream.data_ptr())
+                decode(piece.recipe, [stream.data_ptr() for stream in streams], address)
             else:
-                ctypes.memmove(address, source, piece.nbytes)
+                self._read(files, piece, expert, address)
             address += piece.nbytes
+
+    def _read(self, files: TensorFiles | None, piece: Piece, expert: int, address: int) -> None:
+        file, source, owner = int(piece.file[expert]), int(piece.source[expert]), int(piece.owner[expert])
+        if files is not None:
+            files.read(file, source, piece.nbytes, address)
+        elif self._tensors[owner].data_ptr() != self._addresses[owner]:
+            raise CheckpointError(
+                f"the memory of a tensor of shape {tuple(self._tensors[owner].shape)} has moved since the bank was built "
+                "(put into shared memory?); build the bank after that"
+            )
+        else:
+            ctypes.memmove(address, source, piece.nbytes)
 
 
 def _integer(number: int, what: str) -> int:

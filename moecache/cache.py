@@ -17,7 +17,7 @@ from ._engine import Engine
 from .bank import ExpertBank
 from .capacity import nbytes_of, slots_for
 from .cuda import CudaCopies, numbered
-from .errors import RoutingError, refuse_copy
+from .errors import RoutingError, UnsupportedModelError, refuse_copy
 from .history import History
 from .memory import untouched_nbytes
 from .options import CacheOptions
@@ -78,6 +78,8 @@ class ExpertCache:
     ------
     CapacityError
         A capacity that cannot work, or more than the device has free.
+    UnsupportedModelError
+        Packed experts, and a device that is not the CPU.
     PolicyError, HistoryFormatError, LearnError
     TraceFormatError
         The log to learn from is damaged, or of another model.
@@ -102,6 +104,11 @@ class ExpertCache:
         self.device = numbered(device)
         self.num_experts = tuple(bank.num_experts)
         self.top_k = top_k
+        if bank.is_packed and self.device.type != "cpu":
+            raise UnsupportedModelError(
+                f"packed experts are decoded into host memory only, and the cache is on {self.device}: expected device='cpu', or "
+                "a bank of decoded tensors (ExpertBank.from_tensors)"
+            )
         self._reserve = nbytes_of(options.reserve or 0)
         self._padding_id = -1 if options.padding_id is None else options.padding_id
         if 0 <= self._padding_id < max(self.num_experts):
@@ -258,6 +265,7 @@ class ExpertCache:
             resident_experts=len(runtime.core.slots.resident()),
             resident_bytes=self.resident_nbytes,
             expert_bytes_total=self.bank.nbytes,
+            expert_bytes_stored=self.bank.stored_nbytes,
             direct_reads=moved["direct_reads"],
             buffered_reads=moved["buffered_reads"],
             failed=moved["failed"],

@@ -10,16 +10,38 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from .checkpoint import CheckpointIndex, short
 from .errors import CheckpointError
+from .packed.format import Format
 
-__all__ = ["PRESETS", "LayerSource", "Layout"]
+__all__ = ["PRESETS", "LayerSource", "Layout", "PackedSource"]
 
 _MOST_DIGITS = 9
 
+
+@dataclass(frozen=True)
+class PackedSource:
+    """A matrix of every expert of a layer that is decoded from its streams.
+
+    Parameters
+    ----------
+    format : Format
+    streams : mapping of str to (str or sequence of str)
+        By the format's suffix: a list of tensor names, one an expert, or the name of one stacked tensor.
+    dtype : torch.dtype
+        To decode to.
+    """
+
+    format: Format
+    streams: Mapping[str, str | Sequence[str]]
+    dtype: torch.dtype
+
+
 # One layer of a checkpoint: for each expert parameter the pieces that make it up, joined along dim 0. A piece is a list
-# of tensor names, one an expert, or the name of one stacked tensor whose rows are the experts.
-LayerSource = Mapping[str, Sequence["str | Sequence[str]"]]
+# of tensor names, one an expert, the name of one stacked tensor whose rows are the experts, or a packed matrix.
+LayerSource = Mapping[str, Sequence["str | Sequence[str] | PackedSource"]]
 
 
 @dataclass(frozen=True)
@@ -61,7 +83,12 @@ class Layout:
         return cls(PRESETS[name])
 
     def resolve(
-        self, index: CheckpointIndex, layers: Sequence[int] | None = None
+        self,
+        index: CheckpointIndex,
+        layers: Sequence[int] | None = None,
+        *,
+        packed: Format | None = None,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> tuple[list[LayerSource], list[str]]:
         """Find the tensors of every MoE layer.
 
@@ -71,6 +98,8 @@ class Layout:
         layers : sequence of int, optional
             The model's own numbers of the layers wanted; all that match when None, but for layers that only predict
             further tokens (multi-token prediction).
+        packed, dtype : Format, torch.dtype
+            How tensors of the templates' names are packed where they are, and what they are decoded to.
 
         Returns
         -------
@@ -83,7 +112,10 @@ class Layout:
         CheckpointError
             No layer matches, a wanted layer is absent, or an expert of a layer is missing.
         """
-        found = {template: _match(template, index) for templates in self.params.values() for template in templates}
+        suffix = "" if packed is None else packed.suffixes[0]
+        found = {
+            template: _match(template, index, suffix) for templates in self.params.values() for template in templates
+        }
         present = sorted(set().union(*(by_layer.keys() for by_layer in found.values())))
         wanted = _decoder_layers(index, present) if layers is None else [operator.index(layer) for layer in layers]
         if not wanted:
@@ -91,11 +123,17 @@ class Layout:
                 f"no tensor matches {', '.join(map(repr, found))}; "
                 f"the checkpoint holds e.g. {', '.join(map(short, sorted(index.tensors)[:3]))}"
             )
-        return [self._layer(index, found, layer) for layer in wanted], [self._layer_name(layer) for layer in wanted]
+        sources: list[LayerSource] = [self._layer(index, found, layer) for layer in wanted]
+        if packed is not None:
+            sources = [
+                {param: [_packed(index, piece, packed, dtype) for piece in pieces] for param, pieces in source.items()}
+                for source in sources
+            ]
+        return sources, [self._layer_name(layer) for layer in wanted]
 
     def _layer(
         self, index: CheckpointIndex, found: Mapping[str, Mapping[int, Mapping[int, str]]], layer: int
-    ) -> LayerSource:
+    ) -> dict[str, list[str | list[str]]]:
         source: dict[str, list[str | list[str]]] = {}
         templates = [template for templates in self.params.values() for template in templates]
         count = 1 + max((max(found[t].get(layer, {}), default=-1) for t in templates), default=-1)
@@ -143,11 +181,36 @@ def _fill(template: str, layer: int, expert: int | str = "{expert}") -> str:
     return template.replace("{layer}", str(layer)).replace("{expert}", str(expert))
 
 
-def _match(template: str, index: CheckpointIndex) -> dict[int, dict[int, str]]:
-    """Tensor names by layer and expert number; expert -1 where the template is of a stacked tensor."""
+def _packed(
+    index: CheckpointIndex, piece: str | Sequence[str] | PackedSource, packed: Format, dtype: torch.dtype
+) -> str | Sequence[str] | PackedSource:
+    """A piece whose tensors hold packed values, with its further streams; any other as it is."""
+    if isinstance(piece, PackedSource):
+        return piece
+    names = [piece] if isinstance(piece, str) else list(piece)
+    first = packed.suffixes[0]
+    if not all(name.endswith(first) and index.lookup(name).dtype_name in packed.dtypes for name in names):
+        return piece
+    streams: dict[str, str | Sequence[str]] = {}
+    for suffix in packed.suffixes:
+        found = [name[: len(name) - len(first)] + suffix for name in names]
+        present = [name in index.tensors for name in found]
+        if any(present) or suffix not in packed.optional:
+            if not all(present):
+                raise index.absent(found[present.index(False)], found=f"{packed.name} values need it")
+            streams[suffix] = found[0] if isinstance(piece, str) else found
+    return PackedSource(packed, streams, dtype)
+
+
+def _match(template: str, index: CheckpointIndex, suffix: str = "") -> dict[int, dict[int, str]]:
+    """Tensor names by layer and expert number; expert -1 where the template is of a stacked tensor.
+
+    Names may end in the suffix.
+    """
     digits = "[0-9]+"  # \\d would take those of every script
     pattern = re.escape(template).replace(r"\{layer\}", f"(?P<layer>{digits})")
-    matcher = re.compile(pattern.replace(r"\{expert\}", f"(?P<expert>{digits})"))
+    pattern = pattern.replace(r"\{expert\}", f"(?P<expert>{digits})")
+    matcher = re.compile(f"{pattern}(?:{re.escape(suffix)})?")
     stacked = "{expert}" not in template
     names: dict[int, dict[int, str]] = {}
     for name in index.tensors:

@@ -22,6 +22,7 @@ class PrometheusCollector:
         "resident_experts",
         "resident_bytes",
         "expert_bytes_total",
+        "expert_bytes_stored",
         "host_locked_bytes",
         "host_pageable_bytes",
         "prefetch_pending",

@@ -10,17 +10,28 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from .checkpoint import CheckpointIndex, TensorExtent, short
 from .errors import CheckpointError
-from .layout import LayerSource
+from .layout import LayerSource, PackedSource
+from .packed.format import Part
+from .packed.recipe import Recipe
 from .stamp import Stamp
 
-__all__ = ["Adopted", "ParamSpec", "Piece", "adopt_layer", "locate_layer", "mapped_files", "merge_adjacent"]
+__all__ = [
+    "Adopted",
+    "PackedPiece",
+    "ParamSpec",
+    "Piece",
+    "adopt_layer",
+    "locate_layer",
+    "mapped_files",
+    "merge_adjacent",
+]
 
 # Their elements are parts of a byte, and torch does not say how they are packed.
 _PARTS_OF_A_BYTE = re.compile(r"torch\.(u?int[1-7]|bits\d.*)")
@@ -44,6 +55,14 @@ class Piece(NamedTuple):
     source: np.ndarray  # uint64 [E]: byte offset in the file, or host address
     owner: np.ndarray  # int32 [E]: number of the tensor whose memory it is, -1 for a file
     nbytes: int
+
+
+class PackedPiece(NamedTuple):
+    """A matrix of one parameter that is decoded, for all experts of a layer."""
+
+    recipe: Recipe
+    streams: tuple[Piece, ...]  # in the recipe's order
+    nbytes: int  # decoded
 
 
 class Adopted(NamedTuple):
@@ -183,7 +202,7 @@ def _memory_piece(addresses: np.ndarray, owners: int, spec: ParamSpec, name: str
 
 def locate_layer(
     index: CheckpointIndex, source: LayerSource, layer_name: str
-) -> dict[str, tuple[ParamSpec, list[Piece]]]:
+) -> dict[str, tuple[ParamSpec, list[Piece | PackedPiece]]]:
     """The parameters of a layer's experts, from the files of a checkpoint.
 
     Raises
@@ -192,44 +211,103 @@ def locate_layer(
         A tensor is missing or of a dtype that torch lacks, experts differ, pieces cannot be joined.
     """
     located = {param: _locate(index, pieces, f"{layer_name}.{param}") for param, pieces in source.items()}
-    counts = {param: len(pieces[0].file) for param, (_, pieces) in located.items()}
+    counts = {param: experts_of(pieces[0]) for param, (_, pieces) in located.items()}
     if len(set(counts.values())) != 1:
         raise CheckpointError(f"{layer_name}: parameters hold different numbers of experts: {counts}")
     return located
 
 
-def _locate(index: CheckpointIndex, names: Sequence[str | Sequence[str]], param: str) -> tuple[ParamSpec, list[Piece]]:
+def experts_of(piece: Piece | PackedPiece) -> int:
+    """How many experts have it."""
+    return len(piece.streams[0].file if isinstance(piece, PackedPiece) else piece.file)
+
+
+def _locate(
+    index: CheckpointIndex, source: Sequence[str | Sequence[str] | PackedSource], param: str
+) -> tuple[ParamSpec, list[Piece | PackedPiece]]:
     """One parameter's spec and pieces; pieces are joined along dim 0 of the expert."""
-    specs, pieces = [], []
-    for piece in names:
-        names_of = [piece] if isinstance(piece, str) else list(piece)
-        extents = [index.lookup(name) for name in names_of]
-        if not extents or extents[0].nbytes == 0 or (isinstance(piece, str) and not extents[0].shape):
-            raise CheckpointError(f"{param}: tensor {short(names_of[0]) if names_of else ''} holds no expert bytes")
-        first, dtype = extents[0], index.dtype_of(names_of[0])
-        if isinstance(piece, str):
-            spec = ParamSpec(first.shape[1:], dtype)
-            source = np.uint64(first.offset) + np.arange(first.shape[0], dtype=np.uint64) * np.uint64(spec.nbytes)
-            files = np.full(first.shape[0], first.file, np.int32)
-        else:
-            _check_equal(index, names_of, extents)
-            spec = ParamSpec(first.shape, dtype)
-            source = np.array([extent.offset for extent in extents], np.uint64)
-            files = np.array([extent.file for extent in extents], np.int32)
+    specs: list[ParamSpec] = []
+    pieces: list[Piece | PackedPiece] = []
+    for names in source:
+        spec, piece = (
+            _locate_packed(index, names, param, alone=len(source) == 1)
+            if isinstance(names, PackedSource)
+            else _locate_plain(index, names, param)
+        )
         specs.append(spec)
-        pieces.append(Piece(files, source, np.full(len(files), -1, np.int32), spec.nbytes))
-    if len({len(piece.file) for piece in pieces}) != 1:
-        raise CheckpointError(f"{param}: pieces of {[len(piece.file) for piece in pieces]} experts cannot be joined")
-    return _joined_spec(specs, names, param), pieces
+        pieces.append(piece)
+    if len({experts_of(piece) for piece in pieces}) != 1:
+        raise CheckpointError(f"{param}: pieces of {[experts_of(piece) for piece in pieces]} experts cannot be joined")
+    return _joined_spec(specs, source, param), pieces
 
 
-def _joined_spec(specs: Sequence[ParamSpec], names: Sequence[str | Sequence[str]], param: str) -> ParamSpec:
+def _locate_plain(index: CheckpointIndex, names: str | Sequence[str], param: str) -> tuple[ParamSpec, Piece]:
+    shape, piece = _run(index, names, param)
+    return ParamSpec(shape, index.dtype_of(_first(names))), piece
+
+
+def _locate_packed(
+    index: CheckpointIndex, source: PackedSource, param: str, *, alone: bool
+) -> tuple[ParamSpec, PackedPiece]:
+    suffixes = [suffix for suffix in source.format.suffixes if suffix in source.streams]
+    runs = {suffix: _run(index, source.streams[suffix], param) for suffix in suffixes}
+    experts = [len(piece.file) for _, piece in runs.values()]
+    values = short(_first(source.streams[suffixes[0]]))
+    missing = [s for s in source.format.suffixes if s not in source.streams and s not in source.format.optional]
+    if missing or len(set(experts)) != 1:
+        lacks = f"have no tensors ending in {', '.join(missing)}" if missing else f"are of {experts} experts"
+        raise CheckpointError(f"{param}: the {source.format.name} streams of {values} {lacks}")
+    parts = {
+        suffix: Part(shape, index.lookup(_first(source.streams[suffix])).dtype_name)
+        for suffix, (shape, _) in runs.items()
+    }
+    try:
+        made = source.format.decoded(parts, source.dtype)
+    except CheckpointError as error:
+        raise CheckpointError(f"{param}: {values}: {error}") from error
+    spec, recipe = ParamSpec(made.shape, source.dtype), made.recipe
+    streams = tuple(piece for _, piece in runs.values())
+    found, expected = [s.nbytes for s in streams], [recipe.nbytes(k) for k in range(len(recipe.streams))]
+    if found != expected or (made.by_columns and not alone):
+        what = f"streams of {found} bytes; expected {expected}" if alone else "decoded by columns, it cannot be joined"
+        raise CheckpointError(f"{param}: {values}, packed as {source.format.name}: {what}")
+    return spec, PackedPiece(recipe, streams, spec.nbytes)
+
+
+def _first(names: str | Sequence[str]) -> str:
+    return names if isinstance(names, str) else next(iter(names), "")
+
+
+def _run(index: CheckpointIndex, names: str | Sequence[str], param: str) -> tuple[tuple[int, ...], Piece]:
+    """Shape of one expert's tensor, and where it lies for each expert."""
+    stacked = isinstance(names, str)
+    names_of = [names] if isinstance(names, str) else list(names)
+    extents = [index.lookup(name) for name in names_of]
+    if not extents or extents[0].nbytes == 0 or (stacked and not extents[0].shape):
+        raise CheckpointError(f"{param}: tensor {short(names_of[0]) if names_of else ''} holds no expert bytes")
+    first = extents[0]
+    if stacked:
+        nbytes = first.nbytes // first.shape[0]
+        source = np.uint64(first.offset) + np.arange(first.shape[0], dtype=np.uint64) * np.uint64(nbytes)
+        files = np.full(first.shape[0], first.file, np.int32)
+    else:
+        nbytes = first.nbytes
+        _check_equal(index, names_of, extents)
+        source = np.array([extent.offset for extent in extents], np.uint64)
+        files = np.array([extent.file for extent in extents], np.int32)
+    shape = first.shape[1:] if stacked else first.shape
+    return shape, Piece(files, source, np.full(len(files), -1, np.int32), nbytes)
+
+
+def _joined_spec(
+    specs: Sequence[ParamSpec], source: Sequence[str | Sequence[str] | PackedSource], param: str
+) -> ParamSpec:
     first = specs[0]
     if len(specs) == 1:
         return first
-    for spec, piece in zip(specs, names, strict=True):
+    for spec, piece in zip(specs, source, strict=True):
         if not spec.shape or spec.shape[1:] != first.shape[1:] or spec.dtype != first.dtype:
-            name = piece if isinstance(piece, str) else piece[0]
+            name = _first(next(iter(piece.streams.values())) if isinstance(piece, PackedSource) else piece)
             raise CheckpointError(
                 f"{param}: tensor {short(name)} of {spec.shape}, {spec.dtype} cannot be joined along dim 0 to "
                 f"{first.shape}, {first.dtype}"
@@ -247,14 +325,61 @@ def _check_equal(index: CheckpointIndex, names: Sequence[str], extents: Sequence
             )
 
 
-def merge_adjacent(pieces: Sequence[Piece]) -> list[Piece]:
+def merge_adjacent(pieces: Sequence[Piece | PackedPiece]) -> list[Piece | PackedPiece]:
     """Join pieces that follow each other in the file for every expert (gate and up often do): fewer, longer reads."""
     merged = [pieces[0]]
     for piece in pieces[1:]:
         last = merged[-1]
-        follows = np.array_equal(last.file, piece.file) and (last.file >= 0).all()
-        if follows and np.array_equal(last.source + np.uint64(last.nbytes), piece.source):
+        if isinstance(last, Piece) and isinstance(piece, Piece) and _follows(last, piece):
             merged[-1] = last._replace(nbytes=last.nbytes + piece.nbytes)
         else:
             merged.append(piece)
     return merged
+
+
+def _follows(last: Piece, piece: Piece) -> bool:
+    if not np.array_equal(last.file, piece.file) or not (last.file >= 0).all():
+        return False
+    return np.array_equal(last.source + np.uint64(last.nbytes), piece.source)
+
+
+def segments_of(
+    layers: Sequence[Mapping[str, Sequence[Piece | PackedPiece]]], regions: Sequence[Mapping[str, int]]
+) -> dict[str, Any]:
+    """The fields of :class:`moecache._engine.Sources` that say of every expert, layer after layer, what it consists of.
+
+    Parameters
+    ----------
+    layers : sequence of mappings of parameter name to its pieces
+    regions : sequence of mappings of parameter name to int
+        Where in a slot the engine writes each parameter.
+    """
+    recipes: dict[Recipe, int] = {}
+    columns: list[list[np.ndarray]] = []
+    counts = []
+    for params, region in zip(layers, regions, strict=True):
+        runs: list[Piece] = []
+        rows: list[tuple[int, int, int, int]] = []  # of each run: bytes, region, place there, recipe
+        for param, pieces in params.items():
+            position = 0
+            for piece in pieces:
+                if isinstance(piece, PackedPiece):
+                    first = recipes.setdefault(piece.recipe, len(recipes))
+                    rows += [
+                        (run.nbytes, region[param], position, -2 if k else first) for k, run in enumerate(piece.streams)
+                    ]
+                    runs += piece.streams
+                else:
+                    rows.append((piece.nbytes, region[param], position, -1))
+                    runs.append(piece)
+                position += piece.nbytes
+        experts = len(runs[0].file)
+        each = [np.stack([run[field] for run in runs], axis=1).ravel() for field in range(3)]  # file, source, owner
+        columns.append([*each, *np.tile(np.array(rows, np.int64), (experts, 1)).T])
+        counts.append(np.full(experts, len(rows), dtype=np.int64))
+    names = ("file", "source", "tensor", "nbytes", "region", "offset", "recipe")
+    types = (np.int32, np.uint64, np.int32, np.int64, np.int32, np.int64, np.int32)
+    joined = [np.concatenate(column) for column in zip(*columns, strict=True)]
+    fields = {f"segment_{name}": a.astype(t) for name, a, t in zip(names, joined, types, strict=True)}
+    start = np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64)
+    return {"segment_start": start, "recipes": tuple(recipes), **fields}

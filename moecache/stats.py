@@ -45,7 +45,7 @@ class Stats:
     prefetch_wasted: int
     prefetch_dropped: int  # of the wasted ones
     prefetch_pending: int  # on their way, or not asked for yet: issued = useful + late + wasted + pending
-    bytes_demand: int
+    bytes_demand: int  # over the link: of packed experts what they are decoded from
     bytes_prefetch: int
     # Seconds of all requests together, as their threads spend them: requests_s is from where each began to where its last
     # lease ended, and deciding_s + stall_s + slot_wait_s + computing_s + elsewhere_s add up to it.
@@ -63,7 +63,8 @@ class Stats:
     capacity_experts: int
     resident_experts: int
     resident_bytes: int
-    expert_bytes_total: int
+    expert_bytes_total: int  # decoded
+    expert_bytes_stored: int  # as they lie in files or memory: fewer where experts are packed
     direct_reads: int  # file reads past the page cache
     buffered_reads: int  # file reads through it, where the file system refuses direct reads
     failed: int  # copies that failed
@@ -99,7 +100,7 @@ class Stats:
                 "experts resident",
                 f"{self.resident_experts} of {self.capacity_experts} slots, {_bytes(self.resident_bytes)}",
             ),
-            ("all experts", _bytes(self.expert_bytes_total)),
+            ("all experts", _all_experts(self.expert_bytes_total, self.expert_bytes_stored)),
             ("demands", f"{self.demands:,}, {self.hit_rate:.1%} hits"),
             ("misses", f"{self.misses:,}, {_bytes(self.bytes_demand)}"),
             ("evictions", f"{self.evictions:,}"),
@@ -119,6 +120,10 @@ class Stats:
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _all_experts(total: int, stored: int) -> str:
+    return _bytes(total) + (f", {_bytes(stored)} where they lie" if 0 < stored < total else "")
 
 
 def _bytes(n: float) -> str:

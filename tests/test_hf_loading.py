@@ -11,7 +11,6 @@ import torch
 import transformers
 from hf_families import FAMILIES, aligned, build, left_padded, load_empty, load_resident, save
 from safetensors.torch import load_file, save_file
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 import moecache
 import moecache.hf
@@ -144,33 +143,6 @@ def test_another_layout_is_converted_into_ram_only(tmp_path: Path) -> None:
 
         conversion_mapping._checkpoint_conversion_mapping_cache.pop("GptOssForCausalLM")
         conversion_mapping.USER_REGISTERED_MAPPINGS.discard("GptOssForCausalLM")
-
-
-@pytest.mark.failure("80", "H33")
-def test_quantised_checkpoint_is_dequantised_into_ram_only(tmp_path: Path) -> None:
-    """gpt-oss as it is on the hub: blocks and scales, made into one tensor a layer by transformers."""
-    save("gpt_oss", tmp_path, torch.bfloat16, intermediate_size=32)
-    generator = torch.Generator().manual_seed(0)
-
-    def quantise(tensors: dict[str, torch.Tensor]) -> None:
-        for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-            experts, inner, outer = tensors.pop(name).shape
-            scales = (experts, outer, inner // 32)
-            tensors[f"{name}_blocks"] = torch.randint(0, 256, (*scales, 16), generator=generator, dtype=torch.uint8)
-            tensors[f"{name}_scales"] = torch.randint(120, 126, scales, generator=generator, dtype=torch.uint8)
-
-    change(one_file(tmp_path), quantise)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "self_attn"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    model = load_empty(tmp_path)
-    if not isinstance(model.model.layers[0].mlp.experts, GptOssExperts):
-        pytest.skip("this machine computes MXFP4 natively, transformers does not dequantise it")
-    with pytest.raises(CheckpointError, match=r"quantised \(mxfp4\).*use bank='ram'"):
-        moecache.attach(model, 4, bank="disk")
-    cache = moecache.attach(model, 4)
-    assert_same_logits(model, tmp_path)
-    assert cache.stats().evictions > 0
 
 
 @pytest.mark.failure("71", "C13")

@@ -134,25 +134,9 @@ cdef int cuda_send_memory(Cuda* cuda, Chunk* chunk, int32_t ticket) noexcept nog
 cdef int cuda_send_file(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexcept nogil:
     """Read into the staging buffer while the chunks before travel on from theirs."""
     cdef Cuda* cuda = <Cuda*> link.context
-    cdef File* file = &mover.files.file[chunk.file]
-    cdef unsigned char* staged = cuda.staging + ticket * cuda.staging_part
-    cdef int error
+    cdef unsigned char* staged = NULL
     cdef int32_t i
-    mover.fault_offset = chunk.source[0]
-    error = acquire_file(mover.files, file, link.direct)
-    if error:
-        return error
-    error = EAGAIN
-    if goes_direct(link, file):
-        error = read_direct(mover, file, chunk.source[0], staged, chunk.nbytes)
-        if error != EAGAIN:
-            error = check_after_read(file, file.direct, error)
-            if error == 0:
-                add_relaxed(&mover.counters.direct_reads, 1)
-                staged += chunk.source[0] & <uint64_t> (file.align - 1)
-    if error == EAGAIN:
-        error = read_cached(link, mover, file, chunk, staged)
-    release_file(mover.files, file)
+    cdef int error = read_staged(link, mover, chunk.file, chunk, cuda.staging + ticket * cuda.staging_part, &staged)
     for i in range(chunk.pieces):
         if error:
             break
@@ -277,6 +261,7 @@ cdef class CudaLink(_Link):
         self.link.end = cuda_end
         self.link.query = cuda_query
         self.link.asynchronous = True
+        self.link.decodes = False
         self.link.direct = direct
         self.link.depth = <int32_t> events.shape[0]
         # A direct read takes the aligned blocks around the bytes: up to one block more on either side.

@@ -96,13 +96,17 @@ cdef int faulty_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noe
         sleep_ns(faults.delay_ns)
     if faults.end_thread_at and number >= faults.end_thread_at and mover.on_thread:
         return THREAD_ENDS
+    mover.fault_file = chunk.file
     mover.fault_offset = chunk.source[0]
     if strikes(faults, AT_COPY, number):
         return faults.error
     if number == faults.short_copy_at:
         part = chunk[0]
-        part.pieces = 1
-        part.nbytes = part.length[0] = part.length[0] // 2
+        if part.packed != NULL:
+            part.rows //= 2
+        else:
+            part.pieces = 1
+            part.nbytes = part.length[0] = part.length[0] // 2
         chunk = &part
     mover.short_read = faults.short_read
     mover.refuse_direct = faults.refuse_direct

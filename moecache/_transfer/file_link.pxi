@@ -133,6 +133,63 @@ cdef int read_cached(Link* link, Mover* mover, File* file, Chunk* chunk, unsigne
     return check_after_read(file, file.buffered, error)
 
 
+cdef int read_staged(Link* link, Mover* mover, int32_t number, Chunk* chunk, unsigned char* buffer,
+                     unsigned char** at) noexcept nogil:
+    """Read a chunk whose pieces are neighbours in this file into a buffer, whole blocks where that goes; `at`: where its first
+    byte lies there.
+    """
+    cdef File* file = &mover.files.file[number]
+    cdef int error
+    at[0] = buffer
+    mover.fault_file = number
+    mover.fault_offset = chunk.source[0]
+    error = acquire_file(mover.files, file, link.direct)
+    if error:
+        return error
+    error = EAGAIN
+    if goes_direct(link, file):
+        error = read_direct(mover, file, chunk.source[0], buffer, chunk.nbytes)
+        if error != EAGAIN:
+            error = check_after_read(file, file.direct, error)
+            if error == 0:
+                add_relaxed(&mover.counters.direct_reads, 1)
+                at[0] = buffer + (chunk.source[0] & <uint64_t> (file.align - 1))
+    if error == EAGAIN:
+        error = read_cached(link, mover, file, chunk, buffer)
+    release_file(mover.files, file)
+    return error
+
+
+cdef inline int64_t staged_bytes(int64_t nbytes) noexcept nogil:
+    """What a run of so many bytes takes in a buffer with the blocks that it lies in."""
+    return (nbytes + 2 * 4096 + 4095) & ~<int64_t> 4095
+
+
+cdef int decode_from_files(Link* link, Mover* mover, Chunk* chunk) noexcept nogil:
+    """Read what lies in files of a chunk's streams into the bounce buffer, and decode from there."""
+    cdef const unsigned char* streams[MAX_STREAMS]
+    cdef unsigned char* buffer = mover.bounce
+    cdef unsigned char* at = NULL
+    cdef Chunk part
+    cdef int32_t i
+    cdef int error
+    part.packed = NULL
+    part.pieces = 1
+    for i in range(chunk.pieces):
+        streams[i] = <const unsigned char*> chunk.source[i]
+        if chunk.packed[i].file < 0:
+            continue
+        part.source[0] = chunk.source[i]
+        part.length[0] = part.nbytes = chunk.length[i]
+        error = read_staged(link, mover, chunk.packed[i].file, &part, buffer, &at)
+        if error:
+            return error
+        streams[i] = at
+        buffer += staged_bytes(chunk.length[i])
+    decode(chunk, streams)
+    return 0
+
+
 cdef bint make_bounce(Mover* mover) noexcept nogil:
     # A disk's request has so many parts at most, and scattered small pages are a part each: on huge pages a chunk is
     # one request and not several.
@@ -152,9 +209,12 @@ cdef int file_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexc
     if chunk.file < 0:
         return host_copy(link, mover, chunk, ticket)
     file = &mover.files.file[chunk.file]
+    mover.fault_file = chunk.file
     mover.fault_offset = chunk.source[0]
-    if link.direct and mover.bounce == NULL and not make_bounce(mover):
+    if (link.direct or chunk.packed != NULL) and mover.bounce == NULL and not make_bounce(mover):
         return ENOMEM
+    if chunk.packed != NULL:
+        return decode_from_files(link, mover, chunk)
     error = acquire_file(mover.files, file, link.direct)
     if error:
         return error

@@ -146,6 +146,7 @@ cdef class _Handle:
         free(self.state.slots)
         free(self.state.segments)
         free(self.state.segment_start)
+        free(self.state.recipes)
         free(self.state.region_address)
         free(self.state.region_stride)
         free(self.state.heap)

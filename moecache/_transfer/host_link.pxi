@@ -13,8 +13,19 @@ cdef inline void copy_bytes(Mover* mover, Chunk* chunk, uint64_t target, const v
         memcpy(<void*> target, source, <size_t> nbytes)
 
 
+cdef void decode(Chunk* chunk, const unsigned char** streams) noexcept nogil:
+    cdef Recipe* recipe = chunk.packed.recipe
+    recipe.decode(streams, recipe.numbers, recipe.table, chunk.first_row, chunk.rows, <unsigned char*> chunk.target[0])
+
+
 cdef int host_copy(Link* link, Mover* mover, Chunk* chunk, int32_t ticket) noexcept nogil:
+    cdef const unsigned char* streams[MAX_STREAMS]
     cdef int32_t i
+    if chunk.packed != NULL:
+        for i in range(chunk.pieces):
+            streams[i] = <const unsigned char*> chunk.source[i]
+        decode(chunk, streams)
+        return 0
     for i in range(chunk.pieces):
         copy_bytes(mover, chunk, chunk.target[i], <void*> chunk.source[i], chunk.length[i])
     return 0

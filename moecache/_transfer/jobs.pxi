@@ -128,6 +128,31 @@ cdef void drop_row(EngineState* engine, int32_t slot, int32_t generation) noexce
     note_end(engine, slot)
 
 
+cdef void cut_rows(EngineState* engine, int32_t slot, Chunk* chunk) noexcept nogil:
+    """Take the next rows off a packed segment: what they need of each stream."""
+    cdef Slot* job = &engine.slots[slot]
+    cdef Segment* segment = &engine.segments[job.segment]
+    cdef Recipe* recipe = segment.recipe
+    cdef int64_t begin, last
+    cdef int32_t i
+    chunk.packed = segment
+    chunk.first_row = job.offset
+    chunk.rows = min(recipe.chunk_rows, recipe.rows - job.offset)
+    last = chunk.first_row + chunk.rows
+    chunk.target[0] = (engine.region_address[segment.region] + slot * engine.region_stride[segment.region]
+                       + segment.offset)
+    for i in range(recipe.streams):
+        begin = chunk.first_row // recipe.step[i] * recipe.nbytes[i]
+        chunk.source[i] = segment[i].source + <uint64_t> begin
+        chunk.length[i] = (last + recipe.step[i] - 1) // recipe.step[i] * recipe.nbytes[i] - begin
+        chunk.nbytes += chunk.length[i]
+    chunk.pieces = recipe.streams
+    job.offset = last
+    if last == recipe.rows:
+        job.segment += recipe.streams
+        job.offset = 0
+
+
 cdef bint cut_chunk(EngineState* engine, int32_t slot, Chunk* chunk) noexcept nogil:
     """Take the next chunk off a job; True when it is the last. Neighbours in a file travel as one read."""
     cdef Slot* job = &engine.slots[slot]
@@ -135,9 +160,13 @@ cdef bint cut_chunk(EngineState* engine, int32_t slot, Chunk* chunk) noexcept no
     cdef Segment* segment = &engine.segments[job.segment]
     cdef uint64_t at
     job.begun = 1
+    chunk.packed = NULL
     chunk.file = segment.file
     chunk.pieces = 0
     chunk.nbytes = 0
+    if segment.recipe != NULL:
+        cut_rows(engine, slot, chunk)
+        return job.segment == end
     if chunk.file >= 0:
         # Ending on a block spares the next chunk from reading that block again.
         limit = min(limit, engine.link.file_chunk)
@@ -146,7 +175,7 @@ cdef bint cut_chunk(EngineState* engine, int32_t slot, Chunk* chunk) noexcept no
     while job.segment < end and chunk.pieces < MAX_PIECES and chunk.nbytes < limit:
         segment = &engine.segments[job.segment]
         at = segment.source + job.offset
-        if chunk.pieces and (segment.file != chunk.file
+        if chunk.pieces and (segment.recipe != NULL or segment.file != chunk.file
                              or (chunk.file >= 0 and at != chunk.source[0] + <uint64_t> chunk.nbytes)):
             break
         take = min(segment.nbytes - job.offset, limit - chunk.nbytes)
@@ -207,8 +236,8 @@ cdef void start_chunk(EngineState* engine, int32_t slot, InFlight* flight, Chunk
         job.state = MOVING
 
 
-cdef void end_chunk(EngineState* engine, InFlight* flight, int error, int64_t offset) noexcept nogil:
-    """A chunk has arrived, or failed."""
+cdef void end_chunk(EngineState* engine, InFlight* flight, int error, Mover* mover) noexcept nogil:
+    """A chunk that this mover has moved has arrived, or failed."""
     cdef Slot* job = &engine.slots[flight.slot]
     cdef bint live = job.sequence == flight.sequence
     count_landing(engine, flight.nbytes, error == 0)
@@ -219,7 +248,7 @@ cdef void end_chunk(EngineState* engine, InFlight* flight, int error, int64_t of
         return
     job.outstanding -= 1
     if error:
-        fail(engine, flight.slot, error, flight.file, offset)
+        fail(engine, flight.slot, error, mover.fault_file if flight.file >= 0 else -1, mover.fault_offset)
         return
     job.landed += flight.nbytes
     if job.state == MOVING and job.outstanding == 0:

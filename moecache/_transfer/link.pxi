@@ -25,6 +25,7 @@ cdef class _Link:
         self.link.abandon = no_abandon
         self.link.depth = 1
         self.link.file_chunk = INT64_MAX
+        self.link.decodes = True
 
     cdef void wrap(self, _Link inner):
         self.kept = inner
@@ -33,6 +34,7 @@ cdef class _Link:
         self.link.depth = inner.link.depth
         self.link.file_chunk = inner.link.file_chunk
         self.link.hangs = inner.link.hangs
+        self.link.decodes = inner.link.decodes
 
     @property
     def in_use(self):

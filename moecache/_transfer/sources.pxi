@@ -27,6 +27,11 @@ class Sources:
         The tensors that own the host memory, kept as long as the engine is open, and uint64[n], where each lay.
     segment_tensor : int32[S]
         Which of them a segment lies in, -1: none. A segment whose tensor has moved is not copied.
+    recipes
+        How packed segments are decoded: what :class:`moecache.packed.Recipe` says.
+    segment_recipe : int32[S]
+        Number of the recipe of the matrix whose first stream a segment is, -1: its bytes go as they are, -2: a further stream
+        of the segment before it, in whose order the streams are.
     name_of
         What messages call a source, by its number.
     """
@@ -42,6 +47,8 @@ class Sources:
     tensors: tuple = ()
     tensor_address: object = None
     segment_tensor: object = None
+    recipes: tuple = ()
+    segment_recipe: object = None
     name_of: object = "source {}".format
 
     def __reduce__(self):
@@ -86,8 +93,14 @@ cdef void fill_segments(_Handle handle, sources) except *:
     if total < 0 or start[0] != 0 or np.any(np.diff(start) < 0) or any(len(column) != total for column in columns):
         raise ValueError("segment_start must rise from 0 to the length that all segment arrays share")
     number = np.repeat(np.arange(len(start) - 1), np.diff(start))
-    order = np.lexsort((columns[1], columns[0], number))
+    chosen = np.full(total, -1, np.int32) if sources.segment_recipe is None else np.array(sources.segment_recipe, np.int32)
+    check_recipes(sources.recipes, chosen, number, columns[2])
+    # Streams stay behind the first of them, wherever they lie.
+    first_stream = np.maximum.accumulate(np.where(chosen == -2, 0, np.arange(total)))
+    order = np.lexsort((np.arange(total), columns[1][first_stream], columns[0][first_stream], number))
     order = order[columns[2][order] > 0]
+    fill_recipes(handle, sources.recipes)
+    cdef int32_t[::1] recipe = chosen[order]
     cdef int32_t[::1] file = columns[0][order]
     cdef uint64_t[::1] source = columns[1][order]
     cdef int64_t[::1] nbytes = columns[2][order]
@@ -103,10 +116,60 @@ cdef void fill_segments(_Handle handle, sources) except *:
     state.segment_start = <int64_t*> allocate(len(start), sizeof(int64_t))
     cdef Py_ssize_t i
     for i in range(file.shape[0]):
-        state.segments[i] = Segment(file=file[i], region=region[i], source=source[i], nbytes=nbytes[i],
+        state.segments[i] = Segment(recipe=NULL, file=file[i], region=region[i], source=source[i], nbytes=nbytes[i],
                                     offset=<uint64_t> offset[i])
+        if recipe[i] >= 0:
+            state.segments[i].recipe = &state.recipes[recipe[i]]
     for i in range(first.shape[0]):
         state.segment_start[i] = first[i]
+
+
+def check_recipes(recipes, chosen, number, nbytes):
+    """Raise ValueError where packed segments do not follow each other as their recipes say, or hold other numbers of bytes."""
+    if len(chosen) != len(number) or max(chosen, default=-1) >= len(recipes) or min(chosen, default=-1) < -2:
+        raise ValueError(f"segment_recipe must have one entry per segment: the number of one of {len(recipes)} recipes, -1 or -2")
+    first = np.flatnonzero(chosen >= 0)
+    count = np.array([len(recipe.streams) for recipe in recipes], np.int64)[chosen[first]]
+    further = int(np.count_nonzero(chosen == -2))
+    for k in range(MAX_STREAMS):
+        at = first[count > k] + k
+        expected = np.array([recipe.nbytes(k) if k < len(recipe.streams) else 0 for recipe in recipes], np.int64)
+        if len(at) and (at[len(at) - 1] >= len(chosen) or np.any(number[at] != number[at - k])
+                        or (k and np.any(chosen[at] != -2))):
+            raise ValueError("the first stream of a packed segment must be followed by the others, each with segment_recipe -2")
+        wrong = at[nbytes[at] != expected[chosen[at - k]]]
+        if len(wrong):
+            raise ValueError(f"segment {wrong[0]} holds {nbytes[wrong[0]]} bytes, its recipe takes "
+                             f"{expected[chosen[wrong[0] - k]]}")
+        further -= len(at) if k else 0
+    if further:
+        raise ValueError("a segment with segment_recipe -2 is no stream of the one before it")
+
+
+cdef void fill_recipes(_Handle handle, recipes) except *:
+    """Lay recipes out as C records. Chunks are of so many rows that their packed bytes are those of any chunk."""
+    cdef EngineState* state = &handle.state
+    cdef Recipe* made
+    cdef const int64_t[::1] numbers
+    cdef const unsigned char[::1] table
+    cdef uint64_t address
+    cdef int64_t staging
+    cdef Py_ssize_t i, k
+    state.recipes = <Recipe*> allocate(len(recipes), sizeof(Recipe))
+    for i, recipe in enumerate(recipes):
+        made = &state.recipes[i]
+        numbers, table, address = recipe.numbers, recipe.table, recipe.decoder
+        made.decode = <Decoder> <void*> address
+        made.numbers = &numbers[0]
+        made.table = &table[0] if table is not None and table.shape[0] else NULL
+        made.streams = <int32_t> len(recipe.streams)
+        made.rows = recipe.rows
+        made.chunk_rows = recipe.chunk_rows(state.chunk_bytes)
+        staging = 0
+        for k in range(made.streams):
+            made.step[k], made.nbytes[k] = recipe.streams[k]
+            staging += staged_bytes((made.chunk_rows + made.step[k] - 1) // made.step[k] * made.nbytes[k])
+        state.staging_bytes = max(state.staging_bytes, staging)
 
 
 cdef void keep_tensors(_Handle handle, sources) except *:

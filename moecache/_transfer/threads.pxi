@@ -13,7 +13,7 @@ cdef Mover* take_mover(EngineState* engine) noexcept nogil:
         mover.files = &engine.files
         mover.counters = &engine.counters
         mover.way = engine.way
-        mover.bounce_bytes = ((engine.chunk_bytes + 4095) & ~4095) + 2 * 4096
+        mover.bounce_bytes = max(staged_bytes(engine.chunk_bytes), engine.staging_bytes)
     return mover
 
 
@@ -48,7 +48,7 @@ cdef int copy_chunk(EngineState* engine, Mover* mover, int32_t slot) noexcept no
     mover.busy = error == THREAD_ENDS
     if error == THREAD_ENDS:
         return THREAD_ENDS
-    end_chunk(engine, &flight, error, mover.fault_offset)
+    end_chunk(engine, &flight, error, mover)
     return 0
 
 
@@ -86,7 +86,7 @@ cdef int launch_chunk(EngineState* engine, Mover* mover, int32_t slot) noexcept 
     if error == THREAD_ENDS:
         return THREAD_ENDS
     if error:
-        end_chunk(engine, flight, error, mover.fault_offset)
+        end_chunk(engine, flight, error, mover)
         return 0
     engine.flight_count += 1
     engine.flight_bytes += chunk.nbytes
@@ -118,7 +118,7 @@ cdef int64_t end_landed_chunks(EngineState* engine, Mover* mover, int64_t* asked
         engine.flight_first = (engine.flight_first + 1) % engine.link.depth
         engine.flight_count -= 1
         engine.flight_bytes -= flight.nbytes
-        end_chunk(engine, flight, status, mover.fault_offset)
+        end_chunk(engine, flight, status, mover)
     return again
 
 

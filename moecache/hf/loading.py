@@ -2,8 +2,9 @@
 
 transformers describes how a checkpoint's tensors become a model's parameters by renamings and converters. The same
 description, applied to the names alone, says where each expert's bytes lie. Where those bytes are the parameter's own
-(experts stacked, gate and up joined) they can be read from the checkpoint at any time; where they are not (another
-dtype, a transposition, a quantised format) transformers' converters make them, one group of tensors at a time. Where
+(experts stacked, gate and up joined), or packed in a format that is decoded on arrival, they can be read from the checkpoint
+at any time; where they are not (another dtype, a transposition, another quantised format) transformers' converters make
+them, one group of tensors at a time. Where
 experts cannot be kept out, one line says why and what it costs.
 """
 
@@ -32,11 +33,12 @@ from transformers.core_model_loading import (
 from ..bank import ExpertBank
 from ..checkpoint import CheckpointIndex
 from ..errors import AttachError, CheckpointError, UnsupportedModelError
-from ..layout import LayerSource
+from ..layout import LayerSource, PackedSource
 from .discovery import NAME, PENDING, ExpertsLayer, discover
 from .guards import check_decompressed
 from .implementations import implementations_of
 from .mapped import mapped_tensors
+from .packed import decodes, packed_format, packed_pieces, refuse_other_format, warn_of_other_blocks
 
 __all__ = ["PendingExperts", "keep_experts_out", "kept_out", "loaded_whole"]
 
@@ -74,12 +76,15 @@ class PendingExperts:
         return self  # it only says where bytes are
 
     def why_not_disk(self) -> str | None:
-        """Why the checkpoint's bytes are not the parameters' bytes, or None if they are."""
-        if self.quantizer is not None:
+        """Why the checkpoint's bytes are not the parameters' bytes, nor decoded to them, or None if they are."""
+        if self.quantizer is not None and not decodes(self.quantizer):
             method = self.quantizer.quantization_config.quant_method
             return (
                 f"the checkpoint is quantised ({getattr(method, 'value', method)}) and is converted when it is loaded"
             )
+        modules = any(not param.stacked for layer in self.found.values() for param in layer.experts.values())
+        if modules and self._packed():
+            return "packed experts that are modules of their own are converted when they are loaded"
         for name, params in self.layers:
             for param, (shape, dtype) in params.items():
                 reason = self._why_not_plain(f"{name}.{param}", shape, dtype)
@@ -91,11 +96,13 @@ class PendingExperts:
         conversion = self.conversions[full_name]
         if full_name in self.cast_to:
             return f"{full_name} was loaded as {dtype} and then cast to {self.cast_to[full_name]}"
-        steps = [] if conversion.transform is None else conversion.transform.operations
+        packed, steps = packed_format([] if conversion.transform is None else conversion.transform.operations)
         merges = [isinstance(step, MergeModulelist) and step.dim == 0 for step in steps]
         joins = [isinstance(step, Concatenate) and step.dim == 1 for step in steps]
         if any(not (merge or join) for merge, join in zip(merges, joins, strict=True)) or len(conversion.targets) > 1:
             return f"{full_name} is made from the checkpoint by {', '.join(map(repr, steps))}, not by plain joining"
+        if packed is not None:
+            return None  # what its tensors must be is checked with their format
         found = {self.index.tensors[name].dtype for name in conversion.names}
         if found != {dtype}:
             return f"{full_name} is to be {dtype}, the checkpoint holds {', '.join(map(str, found))}"
@@ -104,17 +111,26 @@ class PendingExperts:
             return f"{full_name} is one tensor {tuple(shape)}, the checkpoint's is of another shape"
         return None
 
+    def _packed(self) -> bool:
+        return any(
+            conversion.transform is not None and packed_format(conversion.transform.operations)[0] is not None
+            for conversion in self.conversions.values()
+        )
+
+    def _why_not_decoded(self, model: nn.Module) -> str | None:
+        device = next((param.device for param in model.parameters() if not param.is_meta), None)
+        if not self._packed() or device is None or device.type == "cpu":
+            return None
+        return f"packed experts are decoded into host memory only, and the model is on {device}"
+
     def make_bank(self, model: nn.Module, location: Literal["disk", "ram"] | None) -> ExpertBank:
         """A bank on the checkpoint's files, or of experts read (and converted if need be) into memory."""
-        names = [name for name, _ in self.layers]
-        reason = self.why_not_disk()
+        reason = self.why_not_disk() or self._why_not_decoded(model)
         if reason is None:
-            index, layers = self._sources()
-            bank = ExpertBank.from_safetensors(index, layers, location=location or "disk", names=names)
-            self._check_shapes(bank)
-            return bank
+            return self._stored_bank(location or "disk")
         if location == "disk":
             raise CheckpointError(f"bank='disk' is not possible: {reason}; use bank='ram'")
+        names = [name for name, _ in self.layers]
         wanted = {f"{name}.{param}" for name, params in self.layers for param in params}
         used = {id(self.conversions[name]): self.conversions[name] for name in sorted(wanted)}
         stored = {name for conversion in used.values() for name in conversion.names}
@@ -124,6 +140,10 @@ class PendingExperts:
             f"{sum(self.index.tensors[name].nbytes for name in stored):,}",
             reason,
         )
+        as_loaded = replace(self, cast_to={})
+        if as_loaded.why_not_disk() is None:
+            with as_loaded._stored_bank("disk") as bank:
+                return ExpertBank.from_tensors([self._cast(bank, number) for number in range(len(names))], names=names)
         converted: dict[str, torch.Tensor] = {}
         for conversion in used.values():
             made = self._convert(conversion, model)
@@ -136,6 +156,22 @@ class PendingExperts:
             names=names,
         )
 
+    def _stored_bank(self, location: Literal["disk", "ram"]) -> ExpertBank:
+        index, layers = self._sources()
+        names = [name for name, _ in self.layers]
+        bank = ExpertBank.from_safetensors(index, layers, location=location, names=names)
+        self._check_shapes(bank)
+        return bank
+
+    def _cast(self, bank: ExpertBank, layer: int) -> dict[str, torch.Tensor]:
+        """A layer's experts as a bank of what was loaded has them, with the casts since."""
+        name = self.layers[layer][0]
+        experts = self.found[name].experts
+        return {
+            key: value.to(self.cast_to.get(f"{name}.{experts[key].names[0]}"))
+            for key, value in bank.layer(layer).items()
+        }
+
     def _nbytes(self) -> int:
         return sum(
             shape.numel() * self.cast_to.get(f"{name}.{param}", dtype).itemsize
@@ -143,11 +179,14 @@ class PendingExperts:
             for param, (shape, dtype) in params.items()
         )
 
-    def _pieces(self, full_name: str) -> list[str | list[str]]:
+    def _pieces(self, full_name: str, dtype: torch.dtype) -> list[str | Sequence[str] | PackedSource]:
         conversion = self.conversions[full_name]
         if conversion.transform is None:
             return list(conversion.names)
-        merged = any(isinstance(step, MergeModulelist) for step in conversion.transform.operations)
+        packed, steps = packed_format(conversion.transform.operations)
+        merged = any(isinstance(step, MergeModulelist) for step in steps)
+        if packed is not None:
+            return packed_pieces(self.index, conversion, packed, dtype, merged=merged)
         ordered = [conversion.sources[p] for p in conversion.transform.source_patterns if p in conversion.sources]
         return [list(names) if merged else names[0] for names in ordered]
 
@@ -159,21 +198,29 @@ class PendingExperts:
         index = copy(self.index)
         index.tensors = dict(self.index.tensors)
         layers: list[LayerSource] = []
-        for name, _ in self.layers:
-            source: dict[str, list[str | list[str]]] = {}
+        for name, params in self.layers:
+            source: dict[str, list[str | Sequence[str] | PackedSource]] = {}
             for key, param in self.found[name].experts.items():
                 count = self.found[name].num_experts
-                pieces = [self._pieces(f"{name}.{part}") for part in param.names]
+                pieces = [self._pieces(f"{name}.{part}", params[part][1]) for part in param.names]
                 if not param.stacked:
                     source[key] = [[str(piece[0]) for piece in pieces]]
                     continue
-                source[key] = [piece if isinstance(piece, str) else piece[:count] for piece in pieces[0]]
+                source[key] = [
+                    piece if isinstance(piece, (str, PackedSource)) else piece[:count] for piece in pieces[0]
+                ]
                 if len(pieces[0]) == 1 and isinstance(pieces[0][0], str):
                     extent = index.tensors[pieces[0][0]]
                     if extent.shape[1:] != param.shape and extent.shape[0] == count * param.shape[0]:
                         index.tensors[pieces[0][0]] = extent._replace(shape=(count, *param.shape))
             layers.append(source)
         return index, layers
+
+    def warn_of_other_blocks(self) -> None:
+        """Log once if transformers reads scales otherwise than the configuration says."""
+        config = None if self.quantizer is None else self.quantizer.quantization_config
+        params = ((f"{name}.{param}", dtype) for name, params in self.layers for param, (_, dtype) in params.items())
+        any(warn_of_other_blocks(self.index, self._pieces(name, dtype), config) for name, dtype in params)
 
     def _check_shapes(self, bank: ExpertBank) -> None:
         for layer, (name, params) in enumerate(self.layers):
@@ -425,9 +472,11 @@ def _locate(
         tied=tied,
         found={layer.name: layer for layer in layers},
     )
+    refuse_other_format(index, conversions, ignored, load_config.hf_quantizer)
     _check_complete(pending)
     if pending.why_not_disk() is None:
         pending.make_bank(model, "disk").close()
+        pending.warn_of_other_blocks()
     return pending, ignored
 
 
@@ -453,12 +502,13 @@ def _check_complete(pending: PendingExperts) -> None:
                     "it cannot be run without its experts"
                 )
             conversion = pending.conversions[full_name]
-            if conversion.transform is None or not isinstance(conversion.transform.operations[0], MergeModulelist):
+            packed, steps = packed_format([] if conversion.transform is None else conversion.transform.operations)
+            if conversion.transform is None or not (steps and isinstance(steps[0], MergeModulelist)):
                 continue
-            patterns = conversion.transform.source_patterns
-            for pattern in patterns:
+            for pattern in conversion.transform.source_patterns:
                 names = conversion.sources.get(pattern, [])
-                if len(names) != shape[0] and pending.quantizer is None:
+                expected = pending.quantizer is None or (packed is not None and bool(names))
+                if len(names) != shape[0] and expected:
                     raise CheckpointError(
                         f"{full_name}: {_first_missing(names, shape[0], pattern)} is not in the checkpoint; "
                         f"found {len(names)} of {shape[0]} experts"

@@ -1,0 +1,80 @@
+/* FP8 values times the scale of their block. */
+#ifndef MOECACHE_FP8_H
+#define MOECACHE_FP8_H
+
+#include "_round.h"
+
+enum { FP8_COLS, FP8_BLOCK_ROWS, FP8_BLOCK_COLS, FP8_SCALE, FP8_OUT };
+enum { FP8_SCALE_F32, FP8_SCALE_BF16, FP8_SCALE_BYTE };
+/* Of a block from here on, all 256 products are made once and looked up. */
+enum { FP8_LARGE_BLOCK = 1024 };
+
+MOE_INLINE float moe_fp8_scale(const unsigned char *at, int kind, const float *powers) {
+    float scale;
+    uint16_t half;
+    if (kind == FP8_SCALE_BYTE) return powers[*at];
+    if (kind == FP8_SCALE_F32) {
+        memcpy(&scale, at, 4);
+        return scale;
+    }
+    memcpy(&half, at, 2);
+    return moe_float((uint32_t)half << 16);
+}
+
+/* Four values a store: a loop of single ones is as slow as its stores. */
+MOE_INLINE void moe_fp8_look_up(uint16_t *out, const unsigned char *at, ptrdiff_t n, const uint16_t *products) {
+    ptrdiff_t i = 0;
+    for (; i + 4 <= n; i += 4) {
+        const uint16_t four[4] = {products[at[i]], products[at[i + 1]], products[at[i + 2]], products[at[i + 3]]};
+        memcpy(out + i, four, 8);
+    }
+    for (; i < n; i++) out[i] = products[at[i]];
+}
+
+MOE_INLINE void moe_fp8_look_up_wide(float *out, const unsigned char *at, ptrdiff_t n, const float *products) {
+    for (ptrdiff_t i = 0; i < n; i++) out[i] = products[at[i]];
+}
+
+#define MOE_SAME(value) (value)
+
+#define MOE_FP8_BLOCK(name, type, store, look_up)                                                            \
+    MOE_CLONES static void name##_products(type *restrict to, const float *restrict values, float scale) {  \
+        for (int i = 0; i < 256; i++) to[i] = store(values[i] * scale);                                      \
+    }                                                                                                        \
+    static void name(type *out, const unsigned char *at, ptrdiff_t rows, ptrdiff_t n, ptrdiff_t cols,        \
+                     const float *values, float scale) {                                                     \
+        type products[256];                                                                                  \
+        const int large = rows * n >= FP8_LARGE_BLOCK;                                                       \
+        if (large) name##_products(products, values, scale);                                                 \
+        for (ptrdiff_t row = 0; row < rows; row++, out += cols, at += cols)                                  \
+            if (large) look_up(out, at, n, products);                                                        \
+            else                                                                                             \
+                for (ptrdiff_t i = 0; i < n; i++) out[i] = store(values[at[i]] * scale);                     \
+    }
+
+MOE_FP8_BLOCK(moe_fp8_bf16, uint16_t, moe_to_bf16, moe_fp8_look_up)
+MOE_FP8_BLOCK(moe_fp8_f16, uint16_t, moe_to_f16, moe_fp8_look_up)
+MOE_FP8_BLOCK(moe_fp8_f32, float, MOE_SAME, moe_fp8_look_up_wide)
+
+/* The table holds what each value, and then what each scale of one byte stands for, as float32. */
+static void moe_fp8(const unsigned char **streams, const int64_t *numbers, const unsigned char *table, int64_t first,
+                    int64_t rows, unsigned char *out) {
+    const int64_t cols = numbers[FP8_COLS], high = numbers[FP8_BLOCK_ROWS], wide = numbers[FP8_BLOCK_COLS];
+    const int kind = (int)numbers[FP8_SCALE];
+    const int64_t scale_nbytes = kind == FP8_SCALE_F32 ? 4 : kind == FP8_SCALE_BF16 ? 2 : 1, across = (cols + wide - 1) / wide;
+    const float *values = (const float *)table;
+    for (int64_t row = first, next; row < first + rows; row = next) {
+        next = (row / high + 1) * high < first + rows ? (row / high + 1) * high : first + rows;
+        const unsigned char *scales = streams[1] + (row / high - first / high) * across * scale_nbytes;
+        for (int64_t col = 0; col < cols; col += wide) {
+            const int64_t n = cols - col < wide ? cols - col : wide, place = row * cols + col;
+            const unsigned char *at = streams[0] + (row - first) * cols + col;
+            const float scale = moe_fp8_scale(scales + col / wide * scale_nbytes, kind, values + 256);
+            if (numbers[FP8_OUT] == MOE_BF16) moe_fp8_bf16((uint16_t *)out + place, at, next - row, n, cols, values, scale);
+            else if (numbers[FP8_OUT] == MOE_F16) moe_fp8_f16((uint16_t *)out + place, at, next - row, n, cols, values, scale);
+            else moe_fp8_f32((float *)out + place, at, next - row, n, cols, values, scale);
+        }
+    }
+}
+
+#endif
