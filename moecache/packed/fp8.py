@@ -82,7 +82,9 @@ def _recipe(shape: tuple[int, int], block: tuple[int, int], values: str, scales:
         quantum,
         ((1, cols), (high, across * nbytes)),
         np.array([cols, high, wide, kind, output], np.int64),
-        table=np.concatenate([_of_every_byte(values), _of_every_byte(scales)]) if nbytes == 1 else _of_every_byte(values),
+        table=np.concatenate([_of_every_byte(values), _of_every_byte(scales)])
+        if nbytes == 1
+        else _of_every_byte(values),
     )
 
 
