@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from transformers import GptOssConfig, MixtralConfig, PretrainedConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 Tensors = dict[str, torch.Tensor]
 
@@ -86,11 +87,12 @@ def _gpt_oss_layer(p: str, c: PretrainedConfig, random: _Random, packed: bool) -
     for name, rows, cols in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
         key = f"{p}.mlp.experts.{name}"
         shard[f"{key}_bias"] = random.normal(experts, rows)
+        blocks = random.bytes(experts, rows, cols // 32, 16)
+        scales = random.bytes(experts, rows, cols // 32, low=119, high=122)
         if packed:
-            shard[f"{key}_blocks"] = random.bytes(experts, rows, cols // 32, 16)
-            shard[f"{key}_scales"] = random.bytes(experts, rows, cols // 32, low=119, high=122)
-        else:
-            shard[key] = random.normal(experts, cols, rows)
+            shard |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+        else:  # the same model
+            shard[key] = convert_moe_packed_tensors(blocks, scales)
     return shard
 
 
