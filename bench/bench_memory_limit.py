@@ -1,6 +1,6 @@
 """Decode a Mixtral of 1.64 GB from disk in 700 MB of memory, beside other ways of doing it.
 
-    sudo python bench/bench_memory_limit.py [--only moecache] [--capacity 0.1 0.13 auto] [--rounds 3] [--json FILE]
+    sudo python bench/bench_memory_limit.py [--only moecache] [--capacity 0.1 0.13 auto] [--rounds 3] [--format fp8] [--json FILE]
 
 A random Mixtral (16 layers x 32 experts, top-2, bfloat16) is written shard by shard into a temporary folder. Each
 contender then writes the same tokens in a process of its own, the limited ones in a memory cgroup made for it, with the
@@ -10,6 +10,9 @@ every round the contenders take turns, and the table has medians over the rounds
 
 * MB read: ``read_bytes`` of /proc/self/io, what came from the block device for this process, page faults included;
 * ms: wall time between tokens.
+
+With ``--format fp8`` the same model has its experts in blocks of 128 x 128. With ``--format mxfp4`` it is a gpt-oss of as many
+experts of the same size, whose ``gpt-oss-bf16`` is what to compare it with. moecache then decodes what it reads.
 
 Linux; making a cgroup takes root. accelerate and llama-cpp-python (with gguf) take part where they are installed.
 """
@@ -36,6 +39,7 @@ from typing import Any
 
 MB = 1e6
 LIMIT_BYTES = 700_000_000
+FORMATS = ("bf16", "fp8", "gpt-oss-bf16", "mxfp4")
 CONTENDERS = ("moecache", "accelerate", "llama.cpp", "resident")
 SMALL_FILE = 64 << 10  # not worth the time it takes to drop tens of thousands of them
 DECODER = Path(__file__).with_name("limited_decode.py")
@@ -121,8 +125,10 @@ def cached_bytes(files: Iterable[Path]) -> int:
     return pages * mmap.PAGESIZE
 
 
-def absent(contender: str) -> str | None:
+def absent(contender: str, args: argparse.Namespace) -> str | None:
     """Why a contender cannot take part."""
+    if contender == "llama.cpp" and args.format != "bf16":
+        return f"its GGUF is made from the bf16 model, not from {args.format}"
     needs = {"accelerate": ("accelerate",), "llama.cpp": ("llama_cpp", "gguf")}.get(contender, ())
     missing = [name for name in needs if importlib.util.find_spec(name) is None]
     return f"not installed: {', '.join(missing)}" if missing else None
@@ -131,7 +137,7 @@ def absent(contender: str) -> str | None:
 def decode(contender: str, args: argparse.Namespace, folder: Path, token_file: Path, capacity: str) -> list[str]:
     """The command that runs one contender."""
     command = [sys.executable, str(DECODER), contender, str(folder), "--token-file", str(token_file)]
-    for option in ("policy", "tokens", "warmup", "prompt_tokens"):
+    for option in ("policy", "format", "tokens", "warmup", "prompt_tokens"):
         command += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
     return [*command, "--capacity", capacity]
 
@@ -209,6 +215,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=LIMIT_BYTES, help="bytes of memory for each limited contender")
     parser.add_argument("--capacity", nargs="+", default=["auto"], help="moecache's capacities, one contender each")
     parser.add_argument("--policy", default="expected-next-use")
+    parser.add_argument("--format", choices=FORMATS, default="bf16", help="how the experts are packed")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--warmup", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=16)
@@ -223,10 +230,12 @@ def run_all(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     token_file, rows = folder / "tokens.json", []
     token_file.unlink(missing_ok=True)
     contenders = [(name, size) for name in args.only for size in (args.capacity if name == "moecache" else [""])]
-    present = [(name, size) for name, size in contenders if absent(name) is None]
+    present = [(name, size) for name, size in contenders if absent(name, args) is None]
     prepare = [name for name, wanted in (("model", True), ("gguf", ("llama.cpp", "") in present)) if wanted]
     for what in prepare:
-        subprocess.run([sys.executable, str(DECODER), f"write-{what}", str(folder)], check=True)
+        subprocess.run(
+            [sys.executable, str(DECODER), f"write-{what}", str(folder), "--format", args.format], check=True
+        )
     installed = installed_files()
     for turn in range(args.rounds):
         for contender, size in present:
@@ -237,7 +246,7 @@ def run_all(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             rows.append(row)
     token_file.unlink(missing_ok=True)
     return rows + [
-        {"contender": name, "not_dropped_mb": 0.0, "failed": why} for name in args.only if (why := absent(name))
+        {"contender": name, "not_dropped_mb": 0.0, "failed": why} for name in args.only if (why := absent(name, args))
     ]
 
 

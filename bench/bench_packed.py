@@ -2,7 +2,7 @@
 
     python bench/bench_packed.py [--rows 1536] [--cols 2048] [--rounds 25]
 
-Processor seconds of this thread, the least of all rounds, ours and torch's in turn; torch's way is that of transformers where it is installed, which
+Processor seconds of this thread, the least of all rounds, ours and torch's in turn. Torch's way is that of transformers, which
 must give the same bits.
 """
 

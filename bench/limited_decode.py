@@ -15,63 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_memory_limit import MB, drop_from_page_cache
+from bench_memory_limit import FORMATS, MB, drop_from_page_cache
+from limited_models import CONFIGS, write_model
 from safetensors import safe_open
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils.logging import disable_progress_bar
 
-EMBEDDING_STD = 0.16
-CONFIG = MixtralConfig(
-    vocab_size=1024,
-    hidden_size=512,
-    intermediate_size=1024,
-    num_hidden_layers=16,
-    num_attention_heads=8,
-    num_key_value_heads=8,
-    num_local_experts=32,
-    num_experts_per_tok=2,
-    max_position_embeddings=2048,
-    architectures=["MixtralForCausalLM"],
-    dtype="bfloat16",
-    bos_token_id=1,
-    eos_token_id=None,
-)
+CONFIG = CONFIGS["bf16"]
 
 
-def write_model(folder: Path, seed: int) -> None:
-    """Write the checkpoint one shard (one layer) at a time, so that this process stays small."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int, std: float = CONFIG.initializer_range) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * std).to(torch.bfloat16)
-
-    def ones() -> torch.Tensor:
-        return torch.ones(CONFIG.hidden_size, dtype=torch.bfloat16)
-
-    hidden, inner, vocab = CONFIG.hidden_size, CONFIG.intermediate_size, CONFIG.vocab_size
-    weight_map: dict[str, str] = {}
-    for layer in range(CONFIG.num_hidden_layers):
-        p = f"model.layers.{layer}"
-        shard = {f"{p}.input_layernorm.weight": ones(), f"{p}.post_attention_layernorm.weight": ones()}
-        shard |= {f"{p}.self_attn.{part}_proj.weight": normal(hidden, hidden) for part in "qkvo"}
-        shard[f"{p}.block_sparse_moe.gate.weight"] = normal(CONFIG.num_local_experts, hidden)
-        for expert in range(CONFIG.num_local_experts):
-            e = f"{p}.block_sparse_moe.experts.{expert}"
-            shard[f"{e}.w1.weight"] = normal(inner, hidden)
-            shard[f"{e}.w2.weight"] = normal(hidden, inner)
-            shard[f"{e}.w3.weight"] = normal(inner, hidden)
-        if layer == 0:
-            # Of the common size, embeddings would drown in the layers' outputs and all tokens take the same few experts.
-            shard["model.embed_tokens.weight"] = normal(vocab, hidden, std=EMBEDDING_STD)
-            shard["lm_head.weight"] = normal(vocab, hidden)
-            shard["model.norm.weight"] = ones()
-        file = f"model-{layer + 1:05}-of-{CONFIG.num_hidden_layers:05}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    CONFIG.save_pretrained(folder)
+def model_folder(args: argparse.Namespace) -> Path:
+    return Path(args.folder, f"model-{args.format}")
 
 
 def gguf_tensors(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor], tuple[int, ...], bool]]:
@@ -235,7 +190,7 @@ def run_moecache(args: argparse.Namespace) -> dict[str, Any]:
 
     size = args.capacity if args.capacity == "auto" else float(args.capacity)
     context = args.prompt_tokens + args.warmup + args.tokens
-    model = moecache.load(args.folder / "model", capacity=size, bank="disk", policy=args.policy, context=context)
+    model = moecache.load(model_folder(args), capacity=size, bank="disk", policy=args.policy, context=context)
     cache = model.moecache
     attached = {f"attached_{field}_mb": own_memory(field) / MB for field in ("RssAnon", "RssFile")}
     facts = attached | generate(model, args, Meter(args.warmup, cache.reset_stats))
@@ -249,18 +204,18 @@ def run_moecache(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_resident(args: argparse.Namespace) -> dict[str, Any]:
-    model = AutoModelForCausalLM.from_pretrained(args.folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(model_folder(args))
     return generate(model, args, Meter(args.warmup))
 
 
 def run_accelerate(args: argparse.Namespace) -> dict[str, Any]:
     """All but the experts in memory; the experts of every layer on disk."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(CONFIG)
+        model = AutoModelForCausalLM.from_config(CONFIGS[args.format])
     experts = [name for name, _ in model.named_modules() if name.endswith(".experts")]
     others = {name.rpartition(".")[0] for name, _ in [*model.named_parameters(), *model.named_buffers()]} - set(experts)
     model = AutoModelForCausalLM.from_pretrained(
-        args.folder / "model",
+        model_folder(args),
         device_map=dict.fromkeys(experts, "disk") | dict.fromkeys(others, "cpu"),
         offload_folder=args.folder / "scratch",
     )
@@ -286,17 +241,17 @@ def run_llama(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def write_model_once(args: argparse.Namespace) -> dict[str, Any]:
-    folder = args.folder / "model"
+    folder = model_folder(args)
     if not (folder / "config.json").exists():
         folder.mkdir(exist_ok=True, parents=True)
         print(f"writing the model to {folder}", file=sys.stderr)
-        write_model(folder, seed=0)
+        write_model(folder, args.format, seed=0)
     return {}
 
 
 def write_gguf_once(args: argparse.Namespace) -> dict[str, Any]:
     if not (args.folder / "model.gguf").exists():
-        write_gguf(args.folder / "model", args.folder / "model.gguf")
+        write_gguf(model_folder(args), args.folder / "model.gguf")
     return {}
 
 
@@ -316,6 +271,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--capacity", default="auto")
     parser.add_argument("--policy", default="expected-next-use")
+    parser.add_argument("--format", choices=FORMATS, default="bf16")
     parser.add_argument("--token-file", type=Path)
     for option in ("tokens", "warmup", "prompt-tokens"):
         parser.add_argument(f"--{option}", type=int, default=16)

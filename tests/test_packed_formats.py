@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moecache import ExpertBank
-from moecache.errors import CheckpointError
-from moecache.packed import Decoded, Format, Recipe, register_format
+from moecache import ExpertBank, ExpertCache
+from moecache.errors import CheckpointError, UnsupportedModelError
+from moecache.layout import PackedSource
+from moecache.packed import Decoded, Format, Recipe, format_named, register_format
 
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 TEMPLATE = {"w": "layers.{layer}.experts.{expert}.w.weight"}
@@ -67,6 +68,12 @@ def test_fp8_has_the_bits_of_transformers(tmp_path: Path, values, grid: tuple[in
     assert_same_bits(fp8(tmp_path, packed, scales, dtype), stock_fp8(packed, scales, dtype))
 
 
+@pytest.mark.parametrize("dtype", OUTPUTS)
+def test_fp8_of_more_blocks_than_are_decoded_abreast(tmp_path: Path, dtype: torch.dtype) -> None:
+    packed, scales = every_byte(80, 70 * 40).view(torch.float8_e4m3fn), torch.rand(2, 70) + 0.5
+    assert_same_bits(fp8(tmp_path, packed, scales, dtype), stock_fp8(packed, scales, dtype))
+
+
 @pytest.mark.parametrize("scales", [torch.float8_e8m0fnu, torch.uint8, torch.bfloat16])
 def test_fp8_scales_of_other_dtypes(tmp_path: Path, scales: torch.dtype) -> None:
     """Every exponent of a scale of one byte: zero to NaN for float8_e8m0fnu."""
@@ -97,17 +104,21 @@ def test_fp8_blocks_that_end_ragged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", OUTPUTS)
-@pytest.mark.parametrize("shape", [(256, 1), (33, 5), (1, 9)], ids=str)
-def test_mxfp4_has_the_bits_of_transformers(tmp_path: Path, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """All scales, subnormal results and overflows among them, with all pairs of values; shapes that fill no tile."""
+@pytest.mark.parametrize(
+    ("shape", "scales"), [((256, 1), 256), ((33, 5), 256), ((1, 9), 256), ((96, 6), 12), ((70, 3), 12)], ids=str
+)
+def test_mxfp4_has_the_bits_of_transformers(
+    tmp_path: Path, shape: tuple[int, int], scales: int, dtype: torch.dtype
+) -> None:
+    """All scales, subnormal results and overflows among them, or common ones; with all pairs of values, and shapes that fill no tile."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     rows, groups = shape
     blocks = every_byte(rows, 16 * groups).reshape(1, rows, groups, 16)
-    scales = (torch.arange(rows * groups) % 256).to(torch.uint8).reshape(1, rows, groups)
-    tensors = {"layers.0.w_blocks": blocks, "layers.0.w_scales": scales}
+    powers = (torch.arange(rows * groups) % scales + (scales < 256) * 118).to(torch.uint8).reshape(1, rows, groups)
+    tensors = {"layers.0.w_blocks": blocks, "layers.0.w_scales": powers}
     found = decoded(tmp_path, "mxfp4", tensors, STACKED, dtype)
-    assert_same_bits(found, convert_moe_packed_tensors(blocks, scales, dtype=dtype)[0])
+    assert_same_bits(found, convert_moe_packed_tensors(blocks, powers, dtype=dtype)[0])
 
 
 VALUES, GRID = torch.zeros(4, 8, dtype=torch.float8_e4m3fn), torch.ones(2, 2)
@@ -219,3 +230,65 @@ def test_a_format_of_ones_own(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="'negated' is known already, as NegatedBytes"):
         register_format(Other())
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """Two layers of four experts: FP8 with gate and up joined, then plain bfloat16."""
+    torch.manual_seed(0)
+    tensors = {}
+    for layer, expert, name in [(layer, e, n) for layer in range(2) for e in range(4) for n in ("gate", "up")]:
+        key = f"layers.{layer}.experts.{expert}.{name}.weight"
+        tensors[key] = torch.randn(200, 72).to(torch.float8_e4m3fn if layer == 0 else torch.bfloat16)
+        if layer == 0:
+            tensors[f"{key}_scale_inv"] = torch.rand(2, 1) + 0.5
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+JOINED = {"w": [f"layers.{{layer}}.experts.{{expert}}.{name}.weight" for name in ("gate", "up")]}
+
+
+@pytest.mark.parametrize("location", ["disk", "ram"])
+def test_a_cache_over_packed_and_plain_layers(mixed: Path, location: str) -> None:
+    with ExpertBank.from_safetensors(mixed, JOINED, packed="fp8-128", location=location) as bank:
+        assert bank.location == location
+        assert len(bank.shape_groups) == 1
+        assert bank.nbytes == 2 * 4 * 400 * 72 * 2
+        assert bank.stored_nbytes == 4 * 2 * (200 * 72 + 8) + bank.nbytes // 2
+        expected = [bank.layer(layer)["w"] for layer in range(2)]
+        with ExpertCache(bank, 3, top_k=2) as cache, cache.request() as request:
+            for step in range(12):
+                layer, ids = step % 2, torch.tensor([[step % 4, (step + 1 + step // 4) % 4]])
+                with request.route(layer, ids) as lease:
+                    for expert, slot, _ in lease.ready():
+                        assert torch.equal(lease.weights["w"][slot], expected[layer][expert])
+            stats = cache.stats()
+        assert stats.misses > 0
+        assert stats.evictions > 0
+        assert stats.expert_bytes_stored == bank.stored_nbytes
+
+
+def test_a_device_that_does_not_decode(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with (
+        ExpertBank.from_safetensors(mixed, JOINED, packed="fp8-128") as bank,
+        pytest.raises(
+            UnsupportedModelError, match="packed experts are decoded into host memory only, and the cache is on cuda:0"
+        ),
+    ):
+        ExpertCache(bank, 3, device="cuda:0")
+
+
+def test_named_sources_say_themselves_how_they_are_packed(mixed: Path) -> None:
+    names = [f"layers.0.experts.{expert}.up.weight" for expert in range(4)]
+    streams = {"": names, "_scale_inv": [f"{name}_scale_inv" for name in names]}
+    source = PackedSource(format_named("fp8-128"), streams, torch.float32)
+    with (
+        ExpertBank.from_safetensors(mixed, [{"w": [source]}]) as bank,
+        ExpertBank.from_safetensors(mixed, JOINED, packed="fp8-128", dtype=torch.float32, layers=[0]) as other,
+    ):
+        assert torch.equal(bank.layer(0)["w"], other.layer(0)["w"][:, 200:])
+    with pytest.raises(CheckpointError, match="packed= goes with templates"):
+        ExpertBank.from_safetensors(mixed, [{"w": [source]}], packed="fp8")

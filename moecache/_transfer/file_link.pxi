@@ -160,6 +160,19 @@ cdef int read_staged(Link* link, Mover* mover, int32_t number, Chunk* chunk, uns
     return error
 
 
+cdef int read_kept(Mover* mover, int32_t number, uint64_t source, int64_t nbytes, unsigned char* buffer) noexcept nogil:
+    """Read a few bytes through the page cache and leave them there: a page of scales serves many experts."""
+    cdef File* file = &mover.files.file[number]
+    cdef int error
+    mover.fault_file = number
+    mover.fault_offset = source
+    error = acquire_file(mover.files, file, False)
+    if error == 0:
+        error = check_after_read(file, file.buffered, read_buffered(mover, file, source, buffer, nbytes))
+        release_file(mover.files, file)
+    return error
+
+
 cdef inline int64_t staged_bytes(int64_t nbytes) noexcept nogil:
     """What a run of so many bytes takes in a buffer with the blocks that it lies in."""
     return (nbytes + 2 * 4096 + 4095) & ~<int64_t> 4095
@@ -181,7 +194,11 @@ cdef int decode_from_files(Link* link, Mover* mover, Chunk* chunk) noexcept nogi
             continue
         part.source[0] = chunk.source[i]
         part.length[0] = part.nbytes = chunk.length[i]
-        error = read_staged(link, mover, chunk.packed[i].file, &part, buffer, &at)
+        at = buffer
+        if chunk.length[i] < PLACED_BYTES:
+            error = read_kept(mover, chunk.packed[i].file, chunk.source[i], chunk.length[i], buffer)
+        else:
+            error = read_staged(link, mover, chunk.packed[i].file, &part, buffer, &at)
         if error:
             return error
         streams[i] = at

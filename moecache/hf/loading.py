@@ -186,7 +186,8 @@ class PendingExperts:
         packed, steps = packed_format(conversion.transform.operations)
         merged = any(isinstance(step, MergeModulelist) for step in steps)
         if packed is not None:
-            return packed_pieces(self.index, conversion, packed, dtype, merged=merged)
+            patterns = conversion.transform.source_patterns
+            return packed_pieces(self.index, patterns, conversion.sources, packed, dtype, merged=merged)
         ordered = [conversion.sources[p] for p in conversion.transform.source_patterns if p in conversion.sources]
         return [list(names) if merged else names[0] for names in ordered]
 
@@ -472,7 +473,8 @@ def _locate(
         tied=tied,
         found={layer.name: layer for layer in layers},
     )
-    refuse_other_format(index, conversions, ignored, load_config.hf_quantizer)
+    kept = (name for conversion in conversions.values() for name in conversion.names)
+    refuse_other_format(index, kept, ignored, load_config.hf_quantizer)
     _check_complete(pending)
     if pending.why_not_disk() is None:
         pending.make_bank(model, "disk").close()

@@ -7,8 +7,8 @@ operation is a known one, its tensors stay as they lie, and each expert is decod
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -16,9 +16,6 @@ from ..checkpoint import CheckpointIndex
 from ..errors import CheckpointError
 from ..layout import PackedSource
 from ..packed import Format, format_named
-
-if TYPE_CHECKING:
-    from .loading import Conversion
 
 __all__ = ["decodes", "packed_format", "packed_pieces", "refuse_other_format", "warn_of_other_blocks"]
 
@@ -49,17 +46,34 @@ def packed_format(steps: Sequence[Any]) -> tuple[Format | None, Sequence[Any]]:
 
 
 def packed_pieces(
-    index: CheckpointIndex, conversion: Conversion, packed: Format, dtype: torch.dtype, *, merged: bool
+    index: CheckpointIndex,
+    patterns: Sequence[str],
+    sources: Mapping[str, Sequence[str]],
+    packed: Format,
+    dtype: torch.dtype,
+    *,
+    merged: bool,
 ) -> list[str | Sequence[str] | PackedSource]:
-    """What makes up a parameter: its packed matrices in transformers' order, and those that this checkpoint has plain."""
-    assert conversion.transform is not None
+    """What makes up a parameter: its packed matrices, and those that this checkpoint has plain.
+
+    Parameters
+    ----------
+    index : CheckpointIndex
+    patterns : sequence of str
+        Of the conversion's sources, in transformers' order.
+    sources : mapping of str to sequence of str
+        The tensors' names by pattern.
+    packed, dtype : Format, torch.dtype
+    merged : bool
+        Each tensor is one expert's; otherwise there is one of all experts.
+    """
     further = (*packed.suffixes[1:], *_UNREAD)
     pieces: list[str | Sequence[str] | PackedSource] = []
-    for pattern in conversion.transform.source_patterns:
-        if pattern not in conversion.sources or pattern.endswith(further):
+    for pattern in patterns:
+        if pattern not in sources or pattern.endswith(further):
             continue
         stem = pattern[: len(pattern) - len(packed.suffixes[0])]
-        names = {suffix: conversion.sources.get(stem + suffix, []) for suffix in packed.suffixes}
+        names = {suffix: sources.get(stem + suffix, []) for suffix in packed.suffixes}
         found: dict[str, str | Sequence[str]] = {s: n if merged else n[0] for s, n in names.items() if n}
         values = names[packed.suffixes[0]]
         plain = not any(index.tensors[name].dtype_name in packed.dtypes for name in values)
@@ -67,21 +81,19 @@ def packed_pieces(
     return pieces
 
 
-def refuse_other_format(
-    index: CheckpointIndex, conversions: Mapping[str, Conversion], ignored: Collection[str], quantizer: Any
-) -> None:
-    """Raise CheckpointError where experts have scales in the files that nothing would multiply them with."""
-    for conversion in conversions.values():
-        for name in conversion.names:
-            for packed in map(format_named, set(_FORMATS.values())):
-                values = index.tensors[name].dtype_name
-                scales = [name + suffix for suffix in packed.suffixes[1:] if name + suffix in ignored]
-                if scales and values in packed.dtypes:
-                    said = "none" if quantizer is None else _method(quantizer)
-                    raise CheckpointError(
-                        f"experts are stored as {values} with scales ({scales[0]!r}), and quantization_config, which says {said}, "
-                        f"has nothing read them; expected quant_method {packed.name!r} in config.json"
-                    )
+def refuse_other_format(index: CheckpointIndex, names: Iterable[str], ignored: Collection[str], quantizer: Any) -> None:
+    """Raise CheckpointError where experts of these names have scales in the files that nothing would multiply them with."""
+    formats = [format_named(name) for name in sorted(set(_FORMATS.values()))]
+    for name in names:
+        for packed in formats:
+            values = index.tensors[name].dtype_name
+            scales = [name + suffix for suffix in packed.suffixes[1:] if name + suffix in ignored]
+            if scales and values in packed.dtypes:
+                said = "none" if quantizer is None else _method(quantizer)
+                raise CheckpointError(
+                    f"experts are stored as {values} with scales ({scales[0]!r}), and quantization_config, which says {said}, "
+                    f"has nothing read them; expected quant_method {packed.name!r} in config.json"
+                )
 
 
 def warn_of_other_blocks(index: CheckpointIndex, pieces: Sequence[Any], config: Any) -> bool:
