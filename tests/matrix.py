@@ -20,7 +20,7 @@ from controls import flipped_bytes
 from hf_families import FAMILIES, WHOLE_MODELS, build, build_small
 from hf_other_families import BY_CLASS, DISPATCH, build_by_class
 from trained import texts_that_differ
-from ways import WAYS, Way, generates, outputs, resident
+from ways import WAYS, Way, outputs, resident
 
 import moecache
 import moecache.hf
