@@ -35,11 +35,11 @@ CONTROL = "a byte flipped"
 HEAD = """\
 Made by `make matrix`, which runs every cell: the logits of a batch, of a prompt of one token and of an answer of twelve tokens for a batch
 of two, and the answer, equal those of the model without a cache, bit by bit, with misses and, at slots for the experts of one token and one
-more, evictions (`pipeline`, `generate_batch` and `torch.compile` compare what they give, with misses). The first four columns are run in float32 and bfloat16 and with each of `grouped_mm`, `eager` and `batched_mm` that reaches
-the family; the others in bfloat16 with what transformers chooses. A cell says where the experts lay: `disk`, in the checkpoint's files, or
-`ram`, in memory; or which error refused it. Empty cells: what the family has not (a head, a decoder alone), or what fails without a cache
-as well. In the last column a byte of the checkpoint is flipped: one of an expert that a prompt uses changes its logits, one of another
-does not."""
+more, evictions (`pipeline`, `generate_batch` and `torch.compile` compare what they give, with misses). The first four columns are run in
+float32 and bfloat16 and with each of `grouped_mm`, `eager` and `batched_mm` that reaches the family; the others in bfloat16 with what
+transformers chooses. A cell says where the experts lay: `disk`, in the checkpoint's files, or `ram`, in memory; or which error refused it.
+Empty cells: what the family has not (a head, a decoder alone), or what fails without a cache as well. In the last column a byte of the
+checkpoint is flipped: one of an expert that a prompt uses changes its logits, one of another does not."""
 FOOT = """\
 Other families run as well where their experts dispatch through transformers' experts interface (`tests/test_hf_discovery.py` tries every
 such class). So do classes of their own, as remote code may bring:

@@ -119,7 +119,8 @@ def by_device_map(folder: Path, cls: Any, name: str) -> Attached:
 
 
 def by_moecache(folder: Path, cls: Any, name: str) -> Attached:
-    model = aligned(moecache.load(folder, capacity=0.25))
+    model = aligned(moecache.load(folder, capacity=1.0))
+    model.moecache.resize(few(model))
     return model, model.moecache
 
 
