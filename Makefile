@@ -24,7 +24,7 @@ WORKERS ?= 4
 help:
 	@echo "make demo    text from the tiny model, three quarters of its experts on disk, checked against the resident model"
 	@echo "make test    the tests, WORKERS=$(WORKERS) processes at most, with short forms of the four that follow"
-	@echo "make matrix  every model family in every way of loading; writes docs/guide/models.md"
+	@echo "make matrix  every model family in every way of loading and running; writes docs/guide/models.md"
 	@echo "make test-processors    the parity tests with each instruction set that MKL, oneDNN and torch can be held to"
 	@echo "make sanitize    the compiled modules under gcc's address, undefined behaviour and thread sanitizers"
 	@echo "make soak    SECONDS=$(SECONDS) of everything at once: threads, interrupts, resizes, failing copies, forks; nothing may grow"

@@ -7,7 +7,7 @@ import json
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -54,6 +54,8 @@ class Layout:
         For each expert parameter, as the compute code names it, one or more name templates with ``{layer}`` and
         ``{expert}``. Several templates are joined along dim 0 (gate, then up). A template without ``{expert}`` names
         a stacked tensor whose rows are the experts.
+    then : Layout, optional
+        Of a second stack, such as a decoder's, whose layers come after these.
 
     Examples
     --------
@@ -62,6 +64,7 @@ class Layout:
     """
 
     params: Mapping[str, Sequence[str]]
+    then: Layout | None = None
 
     def __post_init__(self) -> None:
         params = {name: (t,) if isinstance(t, str) else tuple(t) for name, t in self.params.items()}
@@ -80,7 +83,7 @@ class Layout:
         """The layout of a known model family; see ``moecache.layout.PRESETS`` for the names."""
         if name not in PRESETS:
             raise CheckpointError(f"unknown layout {name!r}; known: {', '.join(sorted(PRESETS))}, or pass a Layout")
-        return cls(PRESETS[name])
+        return cls(PRESETS[name], Layout(_SECOND_STACKS[name]) if name in _SECOND_STACKS else None)
 
     def resolve(
         self,
@@ -110,8 +113,18 @@ class Layout:
         Raises
         ------
         CheckpointError
-            No layer matches, a wanted layer is absent, or an expert of a layer is missing.
+            No layer matches, a wanted layer is absent, or an expert of a layer is missing; layers were named by number
+            and there are two stacks of them.
         """
+        if self.then is not None:
+            if layers is not None:
+                raise CheckpointError(
+                    "this layout has two stacks of layers, which no numbers tell apart: expected layers=None"
+                )
+            (first, names), (second, more) = (
+                stack.resolve(index, packed=packed, dtype=dtype) for stack in (replace(self, then=None), self.then)
+            )
+            return first + second, names + more
         suffix = "" if packed is None else packed.suffixes[0]
         found = {
             template: _match(template, index, suffix) for templates in self.params.values() for template in templates
@@ -231,6 +244,10 @@ def _number(digits: str, name: str) -> int:
     return int(digits)
 
 
+def _stacked(prefix: str, *params: str) -> dict[str, list[str]]:
+    return {param.removesuffix(".weight"): [f"{prefix}.{param}"] for param in params}
+
+
 _GATE_UP_DOWN = {
     "gate_up_proj": [
         "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
@@ -238,22 +255,48 @@ _GATE_UP_DOWN = {
     ],
     "down_proj": ["model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"],
 }
+_W1_W3_W2 = {
+    "gate_up_proj": [
+        "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",
+        "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight",
+    ],
+    "down_proj": ["model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight"],
+}
+_SWITCH = ("wi.weight", "wo.weight")
+_NLLB = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
+_FUSED = ("gate_up_proj", "down_proj")
+_LIKE_QWEN = (
+    *("qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe", "longcat_flash"),
+    *("afmoe", "axk1", "cohere2_moe", "dots1", "exaone_moe", "flex_olmo", "hunyuan_v1_moe", "hy_v3", "kolibri1"),
+    *("laguna", "mellum", "mimo_v2_flash", "solar_open"),
+)
+_LIKE_MIXTRAL = ("mixtral", "arctic", "minimax", "minimax_m2", "phimoe")
 
 #: Known layouts by family name.
 PRESETS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    **dict.fromkeys(_LIKE_QWEN, _GATE_UP_DOWN),
+    **dict.fromkeys(_LIKE_MIXTRAL, _W1_W3_W2),
+    **dict.fromkeys(("fused", "hy_v4", "lara_mini"), _stacked("model.layers.{layer}.mlp.experts", *_FUSED)),
     **dict.fromkeys(
-        ("qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe"), _GATE_UP_DOWN
+        ("granitemoe", "granitemoeshared"),
+        _stacked("model.layers.{layer}.block_sparse_moe", "input_linear.weight", "output_linear.weight"),
     ),
-    "mixtral": {
-        "gate_up_proj": [
-            "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",
-            "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight",
-        ],
-        "down_proj": ["model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight"],
-    },
-    "gpt_oss": {
-        name: [f"model.layers.{{layer}}.mlp.experts.{name}"]
-        for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-    },
-    "fused": {name: [f"model.layers.{{layer}}.mlp.experts.{name}"] for name in ("gate_up_proj", "down_proj")},
+    "gpt_oss": _stacked(
+        "model.layers.{layer}.mlp.experts", "gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"
+    ),
+    "aria_text": _stacked("model.layers.{layer}.mlp.experts", "fc1.weight", "fc2.weight"),
+    "diffusion_gemma": _stacked("model.decoder.layers.{layer}.experts", *_FUSED),
+    "doge": _stacked("model.layers.{layer}.mlp", "down_embed.weight", "up_embed.weight"),
+    "granitemoe_swa": _stacked("model.layers.{layer}.block_sparse_moe.experts", *_FUSED),
+    "jetmoe": _stacked("model.layers.{layer}.mlp", "input_linear.weight", "output_linear.weight"),
+    "llama4": _stacked("language_model.model.layers.{layer}.feed_forward.experts", *_FUSED),
+    "llama4_text": _stacked("model.layers.{layer}.feed_forward.experts", *_FUSED),
+    "nllb-moe": _stacked("model.encoder.layers.{layer}.ffn.experts.expert_{expert}", *_NLLB),
+    "step3p7": _stacked("layers.{layer}.mlp.experts", *_FUSED),
+    "switch_transformers": _stacked("encoder.block.{layer}.layer.1.mlp.experts.expert_{expert}", *_SWITCH),
+}
+# Of encoder-decoder families: the decoder's.
+_SECOND_STACKS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "nllb-moe": _stacked("model.decoder.layers.{layer}.ffn.experts.expert_{expert}", *_NLLB),
+    "switch_transformers": _stacked("decoder.block.{layer}.layer.2.mlp.experts.expert_{expert}", *_SWITCH),
 }

@@ -63,10 +63,11 @@ def flipped_bytes(folder: Path, cls: Any) -> str:
         shutil.copytree(folder, other, dirs_exist_ok=True)
         _flip(Path(other), bank, layer, unused, 0)
         assert torch.equal(_logits(from_disk(Path(other), cls, "eager")[0]), before), "an unused expert's byte counts"
-    with tempfile.TemporaryDirectory() as other:
-        shutil.copytree(folder, other, dirs_exist_ok=True)
-        for element in range(_MOST_TRIES):
-            _flip(Path(other), bank, layer, min(used[layer] - {-1}), element)
-            if not torch.equal(_logits(from_disk(Path(other), cls, "eager")[0]), before):
-                return "seen"
+    for expert in sorted(used[layer] - {-1}):
+        with tempfile.TemporaryDirectory() as other:
+            shutil.copytree(folder, other, dirs_exist_ok=True)
+            for element in range(_MOST_TRIES):
+                _flip(Path(other), bank, layer, expert, element)
+                if not torch.equal(_logits(from_disk(Path(other), cls, "eager")[0]), before):
+                    return "seen"
     raise AssertionError("a used expert's byte does not count")

@@ -20,7 +20,7 @@ from controls import flipped_bytes
 from hf_families import FAMILIES, WHOLE_MODELS, build, build_small
 from hf_other_families import BY_CLASS, DISPATCH, build_by_class
 from trained import texts_that_differ
-from ways import WAYS, Way, generates, outputs, resident
+from ways import WAYS, Way, outputs, resident
 
 import moecache
 import moecache.hf
@@ -35,16 +35,16 @@ CONTROL = "a byte flipped"
 HEAD = """\
 Made by `make matrix`, which runs every cell: the logits of a batch, of a prompt of one token and of an answer of twelve tokens for a batch
 of two, and the answer, equal those of the model without a cache, bit by bit, with misses and, at slots for the experts of one token and one
-more, evictions. The first four columns are run in float32 and bfloat16 and with each of `grouped_mm`, `eager` and `batched_mm` that reaches
-the family; the others in bfloat16 with what transformers chooses. A cell says where the experts lay: `disk`, in the checkpoint's files, or
-`ram`, in memory; or which error refused it. Empty cells: what the family has not (a head, a decoder alone), or what fails without a cache
-as well. In the last column a byte of the checkpoint is flipped: one of an expert that a prompt uses changes its logits, one of another
-does not."""
+more, evictions (`pipeline`, `generate_batch` and `torch.compile` compare what they give, with misses). The first four columns are run in
+float32 and bfloat16 and with each of `grouped_mm`, `eager` and `batched_mm` that reaches the family; the others in bfloat16 with what
+transformers chooses. A cell says where the experts lay: `disk`, in the checkpoint's files, or `ram`, in memory; or which error refused it.
+Empty cells: what the family has not (a head, a decoder alone), or what fails without a cache as well. In the last column a byte of the
+checkpoint is flipped: one of an expert that a prompt uses changes its logits, one of another does not."""
 FOOT = """\
 Other families run as well where their experts dispatch through transformers' experts interface (`tests/test_hf_discovery.py` tries every
 such class). So do classes of their own, as remote code may bring:
 
-* experts that are modules of their own in a `ModuleList` or `ModuleDict` whose name ends in `experts`, as in the remote code of Arctic and
+* experts that are modules of their own in a `ModuleList` or `ModuleDict` whose name says `expert`, as in the remote code of Arctic and
   of earlier DeepSeek, Mixtral, Phi and Qwen models (the last three rows are such code, loaded by `trust_remote_code=True` in
   `tests/test_hf_adapters.py`). The code around them runs twice a step: first its experts only take note of what they are called with, then
   they are computed as they land, then they answer; router and shared experts run once. It may not change its hidden states in place, nor
@@ -54,8 +54,8 @@ such class). So do classes of their own, as remote code may bring:
 
 Such classes compute by themselves whatever implementation is named, and `attach(experts_implementation=...)` refuses all but `eager` for
 them. Three families are special: Llama 4 computes every expert for every token, with rows of zeros where it was not chosen; experts with
-such rows alone are left out (a model with infinite or NaN weights is not followed). Experts of JetMoE are single projections, four modules a
-layer, and are counted by step, not by token. Identity experts of LongCat-Flash have no bytes and are not cached.
+such rows alone are left out (a model with infinite or NaN weights is not followed). Experts of JetMoE are single projections, four modules
+a layer, and are counted by step, not by token. Identity experts of LongCat-Flash have no bytes and are not cached.
 
 Not in the table: a `DistributedConfig` over several ranks and a `device_map` over several places are refused (`AttachError`), as is an
 adapter on experts themselves (`UnsupportedModelError`)."""
@@ -71,12 +71,12 @@ def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     return len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def check(cache: moecache.ExpertCache, found: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
+def check(cache: moecache.ExpertCache, found: list[torch.Tensor], expected: list[torch.Tensor], *, long: bool) -> str:
     assert same(found, expected), "bits differ"
     stats = cache.stats()
     assert stats.misses > 0, "no misses"
     if cache.capacity < sum(cache.num_experts):
-        assert stats.evictions > 0, "no evictions"
+        assert stats.evictions > 0 or not long, "no evictions"
         assert stats.resident_bytes < stats.expert_bytes_total
     return cache.bank.location
 
@@ -100,7 +100,7 @@ def cell(way: Way, folder: Path, cls: Any, expected: dict[str, list[torch.Tensor
             wanted = expected[name]
         else:
             wanted = run((way.reference or resident)(folder, cls, name))
-        places.add(check(cache, found, wanted))
+        places.add(check(cache, found, wanted, long=way.run is None))
         cache.close()
     return ", ".join(sorted(places))
 

@@ -65,23 +65,18 @@ def test_model_without_moe_layers() -> None:
 
 
 @pytest.mark.failure("67", "72")
-def test_family_that_ignores_the_interface_is_named() -> None:
+def test_dropout_is_refused_when_the_model_runs_in_training_mode() -> None:
     from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
 
-    config = SwitchTransformersConfig(
-        vocab_size=32,
-        d_model=16,
-        d_kv=8,
-        d_ff=16,
-        num_heads=2,
-        num_layers=2,
-        num_sparse_encoder_layers=1,
-        num_experts=2,
-    )
-    with pytest.raises(
-        UnsupportedModelError, match=r"SwitchTransformersExperts holds each expert as a module of its own"
-    ):
-        moecache.attach(SwitchTransformersForConditionalGeneration(config))
+    sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2, "num_experts": 2}
+    config = SwitchTransformersConfig(**sizes, num_layers=2, num_sparse_encoder_layers=1, dropout_rate=0.5)
+    model = SwitchTransformersForConditionalGeneration(config).train()
+    moecache.attach(model, 2)
+    ids = torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        with pytest.raises(AttachError, match="computes otherwise in training mode"):
+            model(input_ids=ids, decoder_input_ids=ids)
+        model.eval()(input_ids=ids, decoder_input_ids=ids)
 
 
 def test_use_after_close(mixtral: Path) -> None:

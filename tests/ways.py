@@ -119,7 +119,8 @@ def by_device_map(folder: Path, cls: Any, name: str) -> Attached:
 
 
 def by_moecache(folder: Path, cls: Any, name: str) -> Attached:
-    model = aligned(moecache.load(folder, capacity=0.5))
+    model = aligned(moecache.load(folder, capacity=1.0))
+    model.moecache.resize(few(model))
     return model, model.moecache
 
 
@@ -209,8 +210,9 @@ def batch_of_requests(model: Any) -> list[torch.Tensor]:
     found = model.generate_batch(
         [[3, 8, 4], [5, 6]], generation_config=config, continuous_batching_config=small, warmup=False
     )
-    assert len(found) == 2
-    return [torch.tensor(found[key].generated_tokens) for key in sorted(found)]
+    tokens = [torch.tensor(found[key].generated_tokens) for key in sorted(found)]
+    assert [len(row) for row in tokens] == [6, 6]  # it logs errors and goes on
+    return tokens
 
 
 def compile_around_experts(model: Any) -> Any:
@@ -273,9 +275,7 @@ WAYS = {
     "PEFT, then `attach`": Way(lora_before, with_lora),
     "`attach`, then PEFT": Way(lora_after, with_lora),
     "`DistributedConfig`, one rank": Way(by_distributed_config),
-    "`generate_batch`": Way(
-        from_disk, run=batch_of_requests, suits=lambda cls: decodes(cls) and in_transformers(cls)
-    ),
+    "`generate_batch`": Way(from_disk, run=batch_of_requests, suits=lambda cls: decodes(cls) and in_transformers(cls)),
     "`torch.compile`": Way(compiled, run=only_forward),
     "`torch.export`": Way(from_disk, run=exported),
     "`torch.jit.trace`": Way(from_disk, run=traced),

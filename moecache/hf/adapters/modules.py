@@ -106,8 +106,7 @@ class ModuleExperts(Adapter):
         return self._in_scope(_Call(module, lambda *args, **kwargs: self.forward(module, route, *args, **kwargs)))
 
     def _in_scope(self, module: _Call) -> Callable[..., Any]:
-        scope = deep_stand_in(without_hooks(self._scope), {}, {self._path: module})
-        scope.__dict__["training"] = module.training
+        scope = deep_stand_in(without_hooks(self._scope).train(module.training), {}, {self._path: module})
         return lambda *args: type(scope).forward(scope, *args)
 
     def _run(

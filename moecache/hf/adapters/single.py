@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from ...bank import ParamSpec
+from ...errors import RoutingError
 from ..forms import Form, Weights, deep_stand_in, stock_forward
 from .base import FEW, Adapter, ExpertParam, Route
 
@@ -25,6 +26,11 @@ class _Single(Adapter):
     def forward(self, module: nn.Module, route: Route, *args: Any, **kwargs: Any) -> Any:
         hidden_states, ids, scale = args
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if bool((ids >= self.num_experts + self.identities).any()):
+            raise RoutingError(
+                f"{type(module).__name__}: the router named expert {int(ids.max())}; expected 0 to "
+                f"{self.num_experts + self.identities - 1}"
+            )
         with route(ids.masked_fill(ids >= self.num_experts, -1), scale) as lease:
             result = Form(self._product, "input").run(module, lease, rows, ids, scale)
         for identity in range(self.num_experts, self.num_experts + self.identities):

@@ -95,7 +95,7 @@ class _Trial:
         for twin in self._modules:
             twin.__dict__.update(attributes)
             twin.__dict__.pop("_moecache", None)
-            twin.__dict__["training"] = False
+            twin.eval()
         self.failure: str | None = None
         calls = self._adapter.trials(self._subject, specs, generator)
         moved = [tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), args) for args in calls]
@@ -121,11 +121,11 @@ class _Trial:
     def refused(self) -> frozenset[str]:
         found = set()
         for twin in self._modules:
-            twin.__dict__["training"] = True
+            twin.train()
         if not self._all_equal():
             found.add("training")
         for twin in self._modules:
-            twin.__dict__["training"] = False
+            twin.eval()
         with torch.autocast(self._device.type, torch.bfloat16):
             if not self._all_equal():
                 found.add("autocast")
