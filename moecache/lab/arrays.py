@@ -163,7 +163,13 @@ def _beside(path: Path, arrays: dict[str, np.ndarray], mapping: Mapping[str, str
     fields: dict[str, Any] = {}
     for field in _OWN:
         known = {"forward": "pass", "token": "token_id"}.get(field, field)
-        names = [field] if field in arrays else named(known, list(arrays), mapping) if known in ("request", "weights", "pass", "token_id") else []
+        names = (
+            [field]
+            if field in arrays
+            else named(known, list(arrays), mapping)
+            if known in ("request", "weights", "pass", "token_id")
+            else []
+        )
         if len(names) > 1:
             raise TraceFormatError(f"{path}: the arrays {brief(', '.join(names))} all say the {field}")
         if names:
@@ -192,7 +198,12 @@ def _by_layer(path: Path, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray,
             f"[tokens, layers, k] for each request; found {brief(shapes, 200)}"
         )
     if unread:
-        _LOG.warning("%s: %d arrays are no part of a routing trace and are not kept: %s", path, len(unread), brief(", ".join(unread)))
+        _LOG.warning(
+            "%s: %d arrays are no part of a routing trace and are not kept: %s",
+            path,
+            len(unread),
+            brief(", ".join(unread)),
+        )
     k = max(array.shape[1] for array in found.values())
     layers = sorted(found)
     experts = np.full((len(found[layers[0]]), len(layers), k), -1, np.int64)

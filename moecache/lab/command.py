@@ -27,7 +27,7 @@ from .outcome import Outcome
 from .progress import progress
 from .provenance import provenance
 from .recall import recall
-from .replay import passes_of, replay, resolve_any
+from .replay import COUNTED_ONLY, passes_of, replay, resolve_any
 from .report import page
 from .tables import print_fit, print_outcome
 
@@ -210,7 +210,7 @@ class _Job:
 
     @property
     def clocked(self) -> list[str | Score]:
-        return [policy for policy in self.policies if policy != "belady-bypass"]
+        return [policy for policy in self.policies if policy not in COUNTED_ONLY]
 
     def passes(self, trace: Trace) -> int:
         """Forward passes that all of it will play."""

@@ -79,7 +79,9 @@ def read_trace(
     ending = ending_of(path)
     if ending in _NOT_READ or path.suffix.lower() in _NOT_READ:
         found = path.suffix.lower()
-        raise TraceFormatError(f"{path}: {found} files are not read as traces; {_NOT_READ.get(found, _NOT_READ.get(ending))}")
+        raise TraceFormatError(
+            f"{path}: {found} files are not read as traces; {_NOT_READ.get(found, _NOT_READ.get(ending))}"
+        )
     if path.suffix.lower() in PACKED and ending not in (*_TEXT, *_COLIBRI, ".npy"):
         raise TraceFormatError(f"{path}: of packed files text and .npy are read; unpack it")
     if path.is_dir():
@@ -108,7 +110,11 @@ def _is_own(path: Path) -> bool:
     try:
         with safe_open(path, "np") as file:
             said = file.metadata() or {}
-            return bool({"num_experts", "top_k", "num_layers"} & said.keys()) or {"experts", "request", "decode"} <= set(file.keys())
+            return bool({"num_experts", "top_k", "num_layers"} & said.keys()) or {
+                "experts",
+                "request",
+                "decode",
+            } <= set(file.keys())
     except (SafetensorError, OSError):
         return True
 

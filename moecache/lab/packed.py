@@ -55,7 +55,9 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
                 limit = MOST_PACKED * path.stat().st_size + (1 << 20)
                 yield io.BufferedReader(_Unpacked(path, packed, limit))
     except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
-        raise TraceFormatError(f"{path} is no whole {_NAMES[path.suffix.lower()]} file ({brief(error)}); copy it again") from error
+        raise TraceFormatError(
+            f"{path} is no whole {_NAMES[path.suffix.lower()]} file ({brief(error)}); copy it again"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -64,7 +64,9 @@ def read_layers(folder: Path) -> tuple[dict[str, np.ndarray], np.ndarray | None]
         table = _table(path)
         found, _ = columns_of(table.column_names, str(path))
         if "experts" not in found:
-            raise TraceFormatError(f"{path} has the columns {brief(table.column_names)}, and none of them names experts")
+            raise TraceFormatError(
+                f"{path} has the columns {brief(table.column_names)}, and none of them names experts"
+            )
         count, ids = _lists(path, table[found["experts"]], np.int64)
         arrays[f"layer.{int(layer)}"] = _even(path, count, ids)
         if "weights" in found:
@@ -72,7 +74,9 @@ def read_layers(folder: Path) -> tuple[dict[str, np.ndarray], np.ndarray | None]
     same = len(weights) == len(arrays) and len({w.shape for w in weights}) == 1
     if weights and not same:
         _LOG.warning("%s: %d of %d layers have weights of one shape; none is kept", folder, len(weights), len(arrays))
-    return arrays, np.stack([w for _, w in sorted(zip(map(int, files), weights, strict=True), key=lambda p: p[0])], 1) if same else None
+    return arrays, np.stack(
+        [w for _, w in sorted(zip(map(int, files), weights, strict=True), key=lambda p: p[0])], 1
+    ) if same else None
 
 
 def _table(path: Path) -> Any:
@@ -99,7 +103,9 @@ def _one_layer(path: Path, table: Any, found: Mapping[str, str], ignored: Sequen
     layer = pyarrow.array(np.full(len(table), int(number[1]) if number else 0))
     token = pyarrow.array(np.arange(len(table)))
     if ignored:
-        _LOG.warning("%s: the columns %s are no part of a routing trace and are not kept", path, brief(", ".join(ignored)))
+        _LOG.warning(
+            "%s: the columns %s are no part of a routing trace and are not kept", path, brief(", ".join(ignored))
+        )
     table = table.append_column("\0layer", layer)
     more = {"layer": "\0layer"}
     if "token" not in found:
@@ -113,12 +119,17 @@ def _columns(path: Path, table: Any, found: Mapping[str, str]) -> Columns:
         field: _numbers(path, field, table[found[name]]) if name in found else np.full(n, NONE, np.int64)
         for field, name in (("token", "token"), ("layer", "layer"), ("step", "pass"), ("token_id", "token_id"))
     }
-    request, names = _names(path, table[found["request"]]) if "request" in found else (np.zeros(n, np.int64), [0])
+    names: list[str | int] = [0]
+    request = np.zeros(n, np.int64)
+    if "request" in found:
+        request, names = _names(path, table[found["request"]])
     single = "expert" in found
     ids_of = table[found["expert" if single else "experts"]]
     count, ids = _lists(path, ids_of, np.int64)
     if ids.size and not -1 <= ids.min() <= ids.max() <= LARGEST_ID:
-        raise TraceFormatError(f"{path}: experts {ids.min()}..{ids.max()} are out of range; expected -1 (none) to {LARGEST_ID}")
+        raise TraceFormatError(
+            f"{path}: experts {ids.min()}..{ids.max()} are out of range; expected -1 (none) to {LARGEST_ID}"
+        )
     weighed = found.get("weight" if single else "weights")
     weights = None
     if weighed is not None:
@@ -166,7 +177,7 @@ def _flags(path: Path, column: Any) -> np.ndarray:
         raise TraceFormatError(f"{path}: {error}") from error
     if column.null_count:
         raise TraceFormatError(f"{path}: {column.null_count:,} records do not say whether they are of a prompt")
-    return of_name[coded.indices.to_numpy()]
+    return np.asarray(of_name[coded.indices.to_numpy()])
 
 
 def _lists(path: Path, column: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -182,8 +193,13 @@ def _lists(path: Path, column: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray]
         column = compute.utf8_split_whitespace(plain)
         kind = column.type
     try:
-        if not any(is_list(kind) for is_list in (pyarrow.types.is_list, pyarrow.types.is_large_list, pyarrow.types.is_fixed_size_list)):
-            return np.ones(len(column), np.int64), np.asarray(column.cast(pyarrow.from_numpy_dtype(dtype)).to_numpy(), dtype)
+        if not any(
+            is_list(kind)
+            for is_list in (pyarrow.types.is_list, pyarrow.types.is_large_list, pyarrow.types.is_fixed_size_list)
+        ):
+            return np.ones(len(column), np.int64), np.asarray(
+                column.cast(pyarrow.from_numpy_dtype(dtype)).to_numpy(), dtype
+            )
         count = compute.list_value_length(column).to_numpy()
         values = compute.list_flatten(column).cast(pyarrow.from_numpy_dtype(dtype))
     except (pyarrow.ArrowException, ValueError) as error:
@@ -195,7 +211,9 @@ def _lists(path: Path, column: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray]
 
 def _even(path: Path, count: np.ndarray, values: np.ndarray) -> np.ndarray:
     if not len(count) or (count != count[0]).any():
-        raise TraceFormatError(f"{path}: rows of {count.min(initial=0)} to {count.max(initial=0)} experts; expected as many each")
+        raise TraceFormatError(
+            f"{path}: rows of {count.min(initial=0)} to {count.max(initial=0)} experts; expected as many each"
+        )
     return values.reshape(len(count), -1)
 
 

@@ -91,8 +91,16 @@ class Records:
         """All of them."""
         rows = [np.array(column, np.int64) for column in self._rows]
         weights = np.array(self._weights, np.float32)
+        line, request, token, layer, step, decode, token_id, count = rows
         return Columns(
-            *rows,
+            line=line,
+            request=request,
+            token=token,
+            layer=layer,
+            step=step,
+            decode=decode,
+            token_id=token_id,
+            count=count,
             ids=np.array(self._ids, np.int64),
             weights=None if np.isnan(weights).all() else weights,
             names=list(self.numbers),
@@ -231,7 +239,9 @@ class _Assembly:
         if len(self.layers) > MOST_LAYERS:
             raise TraceFormatError(f"{path}: {len(self.layers):,} layers; expected at most {MOST_LAYERS:,}")
         if len(self.first) * len(self.layers) > max(1 << 20, 64 * len(c.line)):
-            raise TraceFormatError(f"{path}: most tokens lack most of its {len(self.layers):,} layers: this is no routing")
+            raise TraceFormatError(
+                f"{path}: most tokens lack most of its {len(self.layers):,} layers: this is no routing"
+            )
         self.place = self.row * len(self.layers) + layer.reshape(-1)
         self.metadata = dict(c.metadata)
 
@@ -245,7 +255,8 @@ class _Assembly:
             request = np.arange(len(request)) // request_tokens
         elif (np.diff(c.request) < 0).any() and not self.stepped:
             _LOG.warning(
-                "%s: its requests take turns; they are put one after another (replay --concurrency plays turns)", self.path
+                "%s: its requests take turns; they are put one after another (replay --concurrency plays turns)",
+                self.path,
             )
         token_id = c.token_id[self.first][kept]
         if (token_id != NONE).all():
@@ -277,7 +288,7 @@ class _Assembly:
         # Rows of the tokens that have every layer.
         there = np.zeros((len(self.first), len(self.layers)), bool)
         there.reshape(-1)[self.place] = True
-        whole = there.all(1)
+        whole: np.ndarray = np.asarray(there.all(1))
         promised = self.metadata.get("tokens", str(len(whole)))
         if whole.all() and promised == str(len(whole)):
             return np.flatnonzero(whole)

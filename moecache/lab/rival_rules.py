@@ -28,29 +28,31 @@ SMALL, MAIN, GHOST = 1, 2, 3
 WINDOW, PROBATION, PROTECTED = 1, 2, 3
 
 
+_CELL = np.dtype(
+    [
+        ("where", np.int8),  # queue of the key; 0 is none
+        ("resident", np.bool_),
+        ("pinned", np.bool_),
+        ("stamp", np.int64),  # when it entered its queue or was used; the smallest leaves first
+        ("last", np.int64),  # clock of its last use, -1 is none
+        ("before", np.int64),  # and of the one before
+        ("count", np.float64),  # uses, or the priority made of them
+        ("heat", np.int64),  # uses in the history, or since it came in
+        ("used_at", np.int64),  # forward pass of its last use
+        ("held", np.int64),  # the step that last used it
+    ],
+    align=True,
+)
+
+
 class State(NamedTuple):
     """What the rules know of each expert (a key is ``layer * widest + expert``), and of all.
 
     Attributes
     ----------
-    where : int8 array ``[keys]``
-        Queue of the key; 0 is none.
-    resident : bool array ``[keys]``
-    stamp : int64 array ``[keys]``
-        When it entered its queue or was used; the smallest leaves first.
-    last, before : int64 array ``[keys]``
-        Clock of the last use and the one before; -1 is none.
-    count : float64 array ``[keys]``
-        Uses, or the priority made of them.
-    heat : int64 array ``[keys]``
-        Uses in the history.
-    used_at : int64 array ``[keys]``
-        Forward pass of the last use.
+    cells : record array ``[keys]``
     chance : float64 array ``[keys]``
         What a predictor says of it.
-    pinned : bool array ``[keys]``
-    held : int64 array ``[keys]``
-        The step that last used it.
     pairs : float32 array ``[layers, widest, widest]``
         How often the second followed the first.
     number : int64 array
@@ -58,17 +60,8 @@ class State(NamedTuple):
         ARC's target, or the age of LFUDA's cache.
     """
 
-    where: np.ndarray
-    resident: np.ndarray
-    stamp: np.ndarray
-    last: np.ndarray
-    before: np.ndarray
-    count: np.ndarray
-    heat: np.ndarray
-    used_at: np.ndarray
+    cells: np.ndarray
     chance: np.ndarray
-    pinned: np.ndarray
-    held: np.ndarray
     pairs: np.ndarray
     number: np.ndarray
     level: np.ndarray
@@ -77,54 +70,41 @@ class State(NamedTuple):
     def make(cls, num_experts: Sequence[int], slots: int) -> State:
         """An empty cache of so many slots."""
         layers, widest = len(num_experts), max(num_experts)
-        keys = layers * widest
+        cells = np.zeros(layers * widest, _CELL)
+        for name in ("last", "before", "used_at", "held"):
+            cells[name] = -1
         number = np.zeros(16, np.int64)
         number[SLOTS] = slots
-        return cls(
-            np.zeros(keys, np.int8),
-            np.zeros(keys, np.bool_),
-            np.zeros(keys, np.int64),
-            np.full(keys, -1),
-            np.full(keys, -1),
-            np.zeros(keys),
-            np.zeros(keys, np.int64),
-            np.full(keys, -1),
-            np.zeros(keys),
-            np.zeros(keys, np.bool_),
-            np.full(keys, -1),
-            np.zeros((layers, widest, widest), np.float32),
-            number,
-            np.zeros(1),
-        )
+        return cls(cells, np.zeros(len(cells)), np.zeros((layers, widest, widest), np.float32), number, np.zeros(1))
 
 
 @compiled()
 def _put(s: State, key: int, queue: int) -> None:
     # At the end of a queue (0: of none), out of the one it was in.
-    if s.where[key]:
-        s.number[SIZE + s.where[key]] -= 1
-    s.where[key] = queue
+    if s.cells[key].where:
+        s.number[SIZE + s.cells[key].where] -= 1
+    s.cells[key].where = queue
     if queue:
         s.number[SIZE + queue] += 1
     s.number[NOW] += 1
-    s.stamp[key] = s.number[NOW]
+    s.cells[key].stamp = s.number[NOW]
 
 
 @compiled()
 def _first(s: State, queue: int) -> int:
     # The key that leaves a queue first; of those with slots none that the present step uses. -1: there is none.
     found = -1
-    for key in range(len(s.where)):
-        if s.where[key] != queue or (s.resident[key] and s.held[key] == s.number[STEP]):
+    for key in range(len(s.cells)):
+        if s.cells[key].where != queue or (s.cells[key].resident and s.cells[key].held == s.number[STEP]):
             continue
-        if found < 0 or s.stamp[key] < s.stamp[found]:
+        if found < 0 or s.cells[key].stamp < s.cells[found].stamp:
             found = key
     return found
 
 
 @compiled()
 def _evict(s: State, key: int, queue: int) -> int:
-    s.resident[key] = False
+    s.cells[key].resident = False
     _put(s, key, queue)
     return key
 
@@ -136,43 +116,43 @@ def _evict(s: State, key: int, queue: int) -> int:
 def _goes_before(s: State, rule: int, a: int, b: int, now_layer: int, now_pass: int, widest: int) -> bool:
     # Whether `a` is evicted rather than `b`.
     if rule == LFRU:
-        one = s.count[a] * (s.number[STEP] - s.held[b])
-        other = s.count[b] * (s.number[STEP] - s.held[a])
+        one = s.cells[a].count * (s.number[STEP] - s.cells[b].held)
+        other = s.cells[b].count * (s.number[STEP] - s.cells[a].held)
         if one != other:
-            return one < other
+            return bool(one < other)
     elif rule == LFUDA:
-        if s.count[a] != s.count[b]:
-            return s.count[a] < s.count[b]
+        if s.cells[a].count != s.cells[b].count:
+            return bool(s.cells[a].count < s.cells[b].count)
     elif rule == LRU2:
-        if s.before[a] != s.before[b]:
-            return s.before[a] < s.before[b]
+        if s.cells[a].before != s.cells[b].before:
+            return bool(s.cells[a].before < s.cells[b].before)
     elif rule == STALE:
-        stale_a, stale_b = s.used_at[a] < now_pass, s.used_at[b] < now_pass
+        stale_a, stale_b = s.cells[a].used_at < now_pass, s.cells[b].used_at < now_pass
         if stale_a != stale_b:
-            return stale_a
+            return bool(stale_a)
         past_a, past_b = a // widest <= now_layer, b // widest <= now_layer
         if stale_a and past_a != past_b:
-            return past_a
+            return bool(past_a)
     elif rule == PINNED:
-        if s.pinned[a] != s.pinned[b]:
-            return not s.pinned[a]
+        if s.cells[a].pinned != s.cells[b].pinned:
+            return bool(not s.cells[a].pinned)
     elif rule in (MARKOV, FATE):
         if s.chance[a] != s.chance[b]:
-            return s.chance[a] < s.chance[b]
-    return s.stamp[a] < s.stamp[b]
+            return bool(s.chance[a] < s.chance[b])
+    return bool(s.cells[a].stamp < s.cells[b].stamp)
 
 
 @compiled()
 def _ranked_victim(s: State, rule: int, now_layer: int, now_pass: int, widest: int) -> int:
     found = -1
-    for key in range(len(s.where)):
-        if not s.resident[key] or s.held[key] == s.number[STEP]:
+    for key in range(len(s.cells)):
+        if not s.cells[key].resident or s.cells[key].held == s.number[STEP]:
             continue
         if found < 0 or _goes_before(s, rule, key, found, now_layer, now_pass, widest):
             found = key
     if found >= 0:
         if rule == LFUDA:
-            s.level[0] = s.count[found]
+            s.level[0] = s.cells[found].count
         _evict(s, found, 0)
     return found
 
@@ -181,14 +161,14 @@ def _ranked_victim(s: State, rule: int, now_layer: int, now_pass: int, widest: i
 def _use(s: State, rule: int, key: int, arrives: bool) -> None:
     # What every rule that ranks notes of a use.
     s.number[NOW] += 1
-    s.stamp[key] = s.number[NOW]
-    s.before[key], s.last[key] = s.last[key], s.number[NOW]
+    s.cells[key].stamp = s.number[NOW]
+    s.cells[key].before, s.cells[key].last = s.cells[key].last, s.number[NOW]
     if rule == LFUDA:
         # The uses since it came in, and the age of the cache as of now.
-        s.heat[key] = 1 if arrives else s.heat[key] + 1
-        s.count[key] = s.heat[key] + s.level[0]
+        s.cells[key].heat = 1 if arrives else s.cells[key].heat + 1
+        s.cells[key].count = s.cells[key].heat + s.level[0]
     else:
-        s.count[key] += 1
+        s.cells[key].count += 1
 
 
 # Segmented LRU
@@ -202,13 +182,13 @@ def _segment(s: State, segment: int) -> int:
 
 @compiled()
 def _slru_hit(s: State, key: int) -> None:
-    _put(s, key, min(s.where[key] + 1, SEGMENTS))
+    _put(s, key, min(s.cells[key].where + 1, SEGMENTS))
     for segment in range(SEGMENTS, 1, -1):
         while s.number[SIZE + segment] > _segment(s, segment):
             # Who moves down keeps its slot, so one of this step may.
             lowest = -1
-            for other in range(len(s.where)):
-                if s.where[other] == segment and (lowest < 0 or s.stamp[other] < s.stamp[lowest]):
+            for other in range(len(s.cells)):
+                if s.cells[other].where == segment and (lowest < 0 or s.cells[other].stamp < s.cells[lowest].stamp):
                     lowest = other
             _put(s, lowest, segment - 1)
 
@@ -240,14 +220,14 @@ def _arc_replace(s: State, ghost_again: bool) -> int:
     if victim < 0:
         victim = _first(s, AGAIN if from_once else ONCE)
     if victim >= 0:
-        _evict(s, victim, GHOST_ONCE if s.where[victim] == ONCE else GHOST_AGAIN)
+        _evict(s, victim, GHOST_ONCE if s.cells[victim].where == ONCE else GHOST_AGAIN)
     return victim
 
 
 @compiled()
 def _arc_admit(s: State, key: int) -> int:
     size, slots = s.number[SIZE : SIZE + 5], s.number[SLOTS]
-    ghost = s.where[key]
+    ghost = s.cells[key].where
     full = size[ONCE] + size[AGAIN] >= slots
     victim = -1
     if ghost == GHOST_ONCE:
@@ -289,8 +269,8 @@ def _s3_evict_small(s: State) -> int:
         key = _first(s, SMALL)
         if key < 0:
             return -1
-        if s.count[key] >= 2:
-            s.count[key] = 0
+        if s.cells[key].count >= 2:
+            s.cells[key].count = 0
             _put(s, key, MAIN)
             continue
         _evict(s, key, GHOST)
@@ -305,8 +285,8 @@ def _s3_evict_main(s: State) -> int:
         key = _first(s, MAIN)
         if key < 0:
             return -1
-        if s.count[key] >= 1:
-            s.count[key] = min(s.count[key], 3) - 1
+        if s.cells[key].count >= 1:
+            s.cells[key].count = min(s.cells[key].count, 3) - 1
             _put(s, key, MAIN)
             continue
         return _evict(s, key, 0)
@@ -316,7 +296,7 @@ def _s3_evict_main(s: State) -> int:
 def _s3_admit(s: State, key: int) -> int:
     slots = s.number[SLOTS]
     small = int(0.1 * slots)
-    ghost = s.where[key] == GHOST
+    ghost = s.cells[key].where == GHOST
     if ghost:
         _put(s, key, 0)
     victim = -1
@@ -328,7 +308,7 @@ def _s3_admit(s: State, key: int) -> int:
             victim = _s3_evict_small(s) if main_first else _s3_evict_main(s)
         if victim < 0:
             return -2
-    s.count[key] = 0
+    s.cells[key].count = 0
     _put(s, key, MAIN if ghost or (not full and s.number[SIZE + SMALL] >= small) else SMALL)
     return victim
 
@@ -338,22 +318,23 @@ def _s3_admit(s: State, key: int) -> int:
 
 @compiled()
 def _tiny_use(s: State, key: int) -> None:
-    s.count[key] += 1
+    s.cells[key].count += 1
     s.number[COUNTED] += 1
     if s.number[COUNTED] >= 32 * s.number[SLOTS]:
         s.number[COUNTED] //= 2
-        s.count[:] = np.floor(s.count / 2)
+        for other in range(len(s.cells)):
+            s.cells[other].count = np.floor(s.cells[other].count / 2)
 
 
 @compiled()
 def _tiny_hit(s: State, key: int) -> None:
-    queue = s.where[key]
+    queue = s.cells[key].where
     _put(s, key, WINDOW if queue == WINDOW else PROTECTED)
     window = max(1, s.number[SLOTS] // 100)
     while s.number[SIZE + PROTECTED] > (s.number[SLOTS] - window) * 8 // 10:
         lowest = -1
-        for other in range(len(s.where)):
-            if s.where[other] == PROTECTED and (lowest < 0 or s.stamp[other] < s.stamp[lowest]):
+        for other in range(len(s.cells)):
+            if s.cells[other].where == PROTECTED and (lowest < 0 or s.cells[other].stamp < s.cells[lowest].stamp):
                 lowest = other
         _put(s, lowest, PROBATION)
 
@@ -376,7 +357,7 @@ def _tiny_admit(s: State, key: int) -> int:
         rests = _first(s, PROTECTED)
     if leaves < 0 and rests < 0:
         return -2
-    if rests < 0 or (leaves >= 0 and s.count[leaves] <= s.count[rests]):
+    if rests < 0 or (leaves >= 0 and s.cells[leaves].count <= s.cells[rests].count):
         victim = _evict(s, leaves, 0)
     else:
         victim = _evict(s, rests, 0)
@@ -396,7 +377,7 @@ def _hit(s: State, rule: int, key: int) -> None:
     elif rule == ARC:
         _put(s, key, AGAIN)
     elif rule == S3:
-        s.count[key] += 1
+        s.cells[key].count += 1
     elif rule == TINY:
         _tiny_use(s, key)
         _tiny_hit(s, key)
@@ -425,7 +406,7 @@ def _miss(s: State, rule: int, key: int, now_layer: int, now_pass: int, widest: 
         _put(s, key, 1)
         _use(s, rule, key, True)
     if victim > -2:
-        s.resident[key] = True
+        s.cells[key].resident = True
     return victim
 
 
@@ -494,7 +475,7 @@ def advance(s: State, rule: int, experts: np.ndarray, start: np.ndarray, request
         for layer in range(layers):
             n = _distinct(experts, start[f], start[f + 1], layer, found, seen)
             for i in range(n):
-                s.heat[layer * widest + found[i]] += 1
+                s.cells[layer * widest + found[i]].heat += 1
             source = layer if rule == MARKOV else (layer - 1) % layers
             if rule in (MARKOV, FATE):
                 _learn_pairs(s, layer, found[:n], kept[source], counts[source])
@@ -528,8 +509,6 @@ def touch_and_admit(
     seen, found = np.zeros(widest, np.bool_), np.zeros(widest, np.int64)
     kept, counts = np.zeros((layers, widest), np.int64), np.zeros(layers, np.int64)
     evictions = 0
-    if rule == LFUDA:
-        s.heat[:] = 0
     for f in range(len(start) - 1):
         if f > 0 and request[f] != request[f - 1]:
             counts[:] = 0
@@ -540,15 +519,19 @@ def touch_and_admit(
             missing = np.zeros(n, np.bool_)
             for i in range(n):
                 key = layer * widest + found[i]
-                missing[i] = not s.resident[key]
+                missing[i] = not s.cells[key].resident
                 if rule == SEQUENTIAL:
                     if missing[i]:
                         evictions += _miss(s, rule, key, layer, f, widest) >= 0
                     else:
                         _hit(s, rule, key)
                 else:
-                    s.held[key] = s.number[STEP] if s.resident[key] else s.held[key]
+                    s.cells[key].held = s.number[STEP] if s.cells[key].resident else s.cells[key].held
             hits[f, layer] = n - missing.sum()
+            if rule in (MARKOV, FATE):
+                source = layer if rule == MARKOV else (layer - 1) % layers
+                _learn_pairs(s, layer, found[:n], kept[source], counts[source])
+                _foresee(s, rule, layer, found[:n], experts.shape[2])
             if rule != SEQUENTIAL:
                 for i in range(n):
                     if not missing[i]:
@@ -557,13 +540,9 @@ def touch_and_admit(
                     key = layer * widest + found[i]
                     if missing[i]:
                         evictions += _miss(s, rule, key, layer, f, widest) >= 0
-                        s.held[key] = s.number[STEP]
+                        s.cells[key].held = s.number[STEP]
             for i in range(n):
-                s.used_at[layer * widest + found[i]] = f
-            if rule in (MARKOV, FATE):
-                source = layer if rule == MARKOV else (layer - 1) % layers
-                _learn_pairs(s, layer, found[:n], kept[source], counts[source])
-                _foresee(s, rule, layer, found[:n], experts.shape[2])
+                s.cells[layer * widest + found[i]].used_at = f
             kept[layer, :n] = found[:n]
             counts[layer] = n
     return evictions

@@ -77,5 +77,6 @@ def _arrays(plan: Schedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def _pin(state: State, slots: int) -> None:
     # The hottest tenth of the experts, as far as slots are left for others. They take their places when they first come.
-    hottest = np.argsort(-state.heat, kind="stable")[: min(len(state.heat) // 10, slots - 1)]
-    state.pinned[hottest[state.heat[hottest] > 0]] = True
+    heat = state.cells["heat"]
+    hottest = np.argsort(-heat, kind="stable")[: min(len(heat) // 10, slots - 1)]
+    state.cells["pinned"][hottest[heat[hottest] > 0]] = True

@@ -152,7 +152,9 @@ class _Reader:
         if self._unread:
             told = ", ".join(f"{name} ({count:,})" for name, count in self._unread.items())
             _LOG.warning(
-                "%s: %s are no part of a routing trace and are not kept (records that said them)", self.path, brief(told)
+                "%s: %s are no part of a routing trace and are not kept (records that said them)",
+                self.path,
+                brief(told),
             )
 
     def _entry(self, where: str, number: int, entry: Any) -> None:
@@ -201,7 +203,9 @@ class _Reader:
             _whole(found[field], most) if field in found else NONE
             for field, most in (("token", _MOST), ("pass", _MOST), ("token_id", 2**31 - 1))
         )
-        decode = flag(found["decode"] if "decode" in found else found["phase"]) if {"decode", "phase"} & set(found) else NONE
+        decode = (
+            flag(found["decode"] if "decode" in found else found["phase"]) if {"decode", "phase"} & set(found) else NONE
+        )
         listed = found.get("experts", found.get("expert"))
         weighed = found.get("weights", found.get("weight"))
         if "layer" in found:
@@ -256,7 +260,7 @@ def _experts(value: object) -> list[int]:
 def _weights(value: object, count: int) -> list[float] | None:
     if value is None:
         return None
-    listed = _parts(value) if isinstance(value, str) else value if isinstance(value, list) else [value]
+    listed: list[Any] = _parts(value) if isinstance(value, str) else value if isinstance(value, list) else [value]
     try:
         found = [float(x) for x in listed]
     except (TypeError, ValueError):
@@ -289,4 +293,3 @@ def flag(value: object) -> int:
     if found is None:
         raise ValueError(f"{brief(value)!r} is neither prompt (0) nor decode (1)")
     return found
-
