@@ -125,7 +125,7 @@ def test_predictors_learn_from_the_history() -> None:
     trace = made((tokens % 16).reshape(-1, 1, 1), 16, tokens // 40)
     hits = {r.policy: r.hits for r in replay(trace, ["sequential-lru", "markov", "belady"], [15], split="1/2")}
     assert hits["markov"] > hits["sequential-lru"]
-    alone = play_rival("markov", schedule(trace), 12)
+    alone = play_rival("markov", schedule(trace), 15)
     assert 0 < alone.hits.sum() < alone.demands.sum()
     hot = made(
         np.where(np.arange(300)[:, None, None] % 3 == 0, 0, np.arange(300)[:, None, None] % 29 + 1),

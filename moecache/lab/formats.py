@@ -53,8 +53,8 @@ def read_trace(
     Parameters
     ----------
     path : path
-        ``.safetensors``, ``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``, ``.npz``, ``.npy``, ``.pt``, colibri's ``.trace``, or a folder
-        of ``layer_NN.parquet``.
+        ``.safetensors``, ``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``, ``.npz``, ``.npy``, ``.pt``, colibri's ``.trace``, or
+        a folder of ``layer_NN.parquet``.
     num_experts : int, optional
         Experts per layer, for files that do not say; by default the largest id and one.
     mapping : mapping of str to str, optional

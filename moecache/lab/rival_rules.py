@@ -136,9 +136,8 @@ def _goes_before(s: State, rule: int, a: int, b: int, now_layer: int, now_pass: 
     elif rule == PINNED:
         if s.cells[a].pinned != s.cells[b].pinned:
             return bool(not s.cells[a].pinned)
-    elif rule in (MARKOV, FATE):
-        if s.chance[a] != s.chance[b]:
-            return bool(s.chance[a] < s.chance[b])
+    elif rule in (MARKOV, FATE) and s.chance[a] != s.chance[b]:
+        return bool(s.chance[a] < s.chance[b])
     return bool(s.cells[a].stamp < s.cells[b].stamp)
 
 
@@ -177,7 +176,7 @@ def _use(s: State, rule: int, key: int, arrives: bool) -> None:
 @compiled()
 def _segment(s: State, segment: int) -> int:
     # Slots of a segment, 1 the lowest.
-    return s.number[SLOTS] // SEGMENTS + (1 if segment <= s.number[SLOTS] % SEGMENTS else 0)
+    return int(s.number[SLOTS] // SEGMENTS + (1 if segment <= s.number[SLOTS] % SEGMENTS else 0))
 
 
 @compiled()
