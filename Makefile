@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-EXTRAS := hf,plot,metrics,cli,dev
+EXTRAS := hf,plot,metrics,cli,tables,dev
 
 INSTALLED := $(VENV)/.installed
 BUILT := $(VENV)/.built

@@ -145,10 +145,9 @@ def test_tokens_without_numbers_are_counted_by_their_layers(tmp_path: Path, capl
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("a.parquet", "read_parquet"),
-        ("a.json", "one a line"),
+        ("a.feather", "read_feather"),
         ("a.pkl", "a pickle may run code"),
-        ("a.npy", "numpy.savez"),
+        ("a.parquet.gz", "unpack it"),
         ("a.csv.zst", "unpack it"),
     ],
 )
@@ -160,6 +159,7 @@ def test_formats_that_are_not_read_say_what_to_do(name: str, message: str, tmp_p
         write_trace(Trace("a", ROUTED, REQUEST, ONES, (EXPERTS,) * LAYERS), tmp_path / name)
     with pytest.raises(TraceFormatError, match="token_id may be"):
         read_trace(written(tmp_path / "b.csv", ["token_id,layer,expert", "5,0,1"]))
+    assert read_trace(tmp_path / "b.csv", mapping={"token": "token_id"}).tokens == 1
 
 
 @pytest.mark.failure("I37", "54")
@@ -216,14 +216,17 @@ def test_text_says_what_it_leaves_out(tmp_path: Path, caplog: pytest.LogCaptureF
         weights=np.ones(ROUTED.shape, np.float32),
         forward=np.arange(TOKENS),
         counted=np.array([1, 1, 1, 1, 1, 0]),
+        request_group=np.array([0, 0]),
         metadata={"digest": "abc"},
     )
     with caplog.at_level(logging.WARNING, "moecache"):
         write_trace(trace, tmp_path / "a.csv")
     assert len(caplog.records) == 1
-    assert "forward, weights, 1 tokens that were not counted" in caplog.text
+    assert "no place for request_group, 1 tokens that were not counted;" in caplog.text
     back = read_trace(tmp_path / "a.csv")
     assert (back.tokens, back.fingerprint.digest) == (TOKENS - 1, "abc")
+    np.testing.assert_array_equal(back.weights, np.ones((TOKENS - 1, *ROUTED.shape[1:])))
+    np.testing.assert_array_equal(back.forward, np.arange(TOKENS - 1))
 
 
 @st.composite
@@ -280,7 +283,7 @@ def test_whatever_a_trace_accepts_can_be_saved_and_read(
     capacity = sum(trace.num_experts)
     if capacity >= trace.top_k:
         assert replay(back, ["lru"], [capacity])[0].hits == replay(trace, ["lru"], [capacity])[0].hits
-    if (np.diff(trace.request) < 0).any() or (trace.counted is not None and not trace.counted.any()):
+    if trace.counted is not None and not trace.counted.any():
         with pytest.raises(TraceFormatError):
             write_trace(trace, folder / "a.jsonl")
         return
@@ -289,7 +292,8 @@ def test_whatever_a_trace_accepts_can_be_saved_and_read(
         write_trace(trace, folder / f"a{ending}")
         text = read_trace(folder / f"a{ending}")
         np.testing.assert_array_equal(text.experts, trace.experts[kept])
-        np.testing.assert_array_equal(text.request, np.unique(trace.request[kept], return_inverse=True)[1])
+        first = list(dict.fromkeys(trace.request[kept].tolist()))
+        assert text.request.tolist() == [first.index(r) for r in trace.request[kept].tolist()]
         np.testing.assert_array_equal(text.decode, trace.decode[kept])
         assert text.num_experts == trace.num_experts
 

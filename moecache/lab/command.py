@@ -6,29 +6,32 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import typer
 
 from ..errors import FitError, HistoryFormatError, PolicyError
 from ..files import write_atomically
 from ..history import History
 from ..policy import Score, score
-from ..trace import Trace, check_same_model, merge
-from .counts import Counts, holds_counts
+from ..trace import Trace, check_same_model
+from .command_history import histories, load
+from .command_options import MAP, NUM_EXPERTS, REQUEST_TOKENS, TOP_K, capacities_of, capacity_texts, read
+from .command_traces import traces
+from .families import FAMILIES
 from .fit import Settings, fit
-from .formats import read_trace, write_trace
 from .link import MODELS, PROFILES, expert_nbytes_of, profile_from, replay_timed, stand_in
 from .outcome import Outcome
 from .progress import progress
-from .provenance import provenance
+from .provenance import package_version, provenance
 from .recall import recall
-from .replay import passes_of, replay, resolve_any
+from .replay import COUNTED_ONLY, REPLAY_NAMES, passes_of, replay, resolve_any
 from .report import page
+from .suite import gather, run_suite
+from .suite_report import check_rows_path, suite_page, write_rows
 from .tables import print_fit, print_outcome
 
 __all__ = ["application"]
@@ -42,15 +45,28 @@ application = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-traces = typer.Typer(help="Look at routing traces, convert and merge them.", no_args_is_help=True)
 application.add_typer(traces, name="trace")
+application.add_typer(histories, name="history")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"moecache {package_version()}")
+        raise typer.Exit
+
+
+@application.callback()
+def main_options(
+    version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Say the version."),
+) -> None:
+    """Replay routing traces, look at them, convert and merge them."""
 
 
 @application.command("replay")
 def replay_command(
     context: typer.Context,
-    paths: list[Path] = typer.Argument(..., metavar="TRACE...", help="Traces: .safetensors, .jsonl or .csv."),  # noqa: B008
-    capacity: str = typer.Option("0.1,0.2,0.3,0.5", help="Experts, or fractions of all, separated by commas."),
+    paths: list[Path] = typer.Argument(..., metavar="TRACE...", help="Traces of any format that is read."),  # noqa: B008
+    capacity: str = typer.Option("0.1,0.2,0.3,0.5", help="Such as 0.1, 10%, 64 or 8GiB, separated by commas."),
     policy: list[str] = typer.Option([_POLICIES], help="Names separated by commas, or FILE.py:NAME for a score."),  # noqa: B008
     split: str = typer.Option(None, help="7/10: requests with number % 10 < 7 are history, the others are played."),
     history: Path | None = typer.Option(None, help="What is known before: a history, or activation counts."),  # noqa: B008
@@ -64,13 +80,16 @@ def replay_command(
         None, min=1, help="Play requests from all over the trace, up to the first that passes this many tokens."
     ),
     recall: bool = typer.Option(False, help="Measure what the predictors know of coming layers, instead of policies."),
-    num_experts: int = typer.Option(None, min=1, help="Experts of a layer, for text traces."),
+    num_experts: int = NUM_EXPERTS,
+    top_k: int = TOP_K,
+    request_tokens: int = REQUEST_TOKENS,
+    mapping: list[str] = MAP,
     json_path: Path = typer.Option(None, "--json", help="Write the rows as JSON."),  # noqa: B008
     report: Path | None = typer.Option(None, help="Write a page with pictures (extra plot)."),  # noqa: B008
 ) -> None:
     """Play traces through policies, deciding as the runtime does."""
     job = _Job(
-        capacities=_capacities(capacity),
+        capacities=capacity_texts(capacity),
         policies=_policies(policy),
         links=[name for text in link for name in _link_names(text)],
         prefetch=prefetch,
@@ -95,7 +114,9 @@ def replay_command(
         **job.options,
     )
     try:
-        outcomes = [_replay_one(path, num_experts, history, job) for path in paths]
+        outcomes = [
+            _replay_one(read(path, num_experts, top_k, request_tokens, mapping), history, job) for path in paths
+        ]
         _write(outcomes, made, json_path, report)
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
@@ -119,7 +140,10 @@ def fit_command(
     max_tokens: int = typer.Option(
         10_000, min=1, help="Measure on requests from all over, up to the first that passes this many tokens."
     ),
-    num_experts: int = typer.Option(None, min=1, help="Experts of a layer, for text traces."),
+    num_experts: int = NUM_EXPERTS,
+    top_k: int = TOP_K,
+    request_tokens: int = REQUEST_TOKENS,
+    mapping: list[str] = MAP,
     json_path: Path = typer.Option(None, "--json", help="Write what was measured as JSON."),  # noqa: B008
     force: bool = typer.Option(False, "--force", help="Save a forecaster that hits less than the counts do, too."),
 ) -> None:
@@ -128,7 +152,7 @@ def fit_command(
     What was done so far stays beside the history (.fit) until the end: the same command goes on from there.
     """
     _check_outputs(json_path, history)
-    found = [read_trace(path, num_experts) for path in paths]
+    found = [read(path, num_experts, top_k, request_tokens, mapping) for path in paths]
     known = _history(history, found[0]) if history.exists() else None
     checkpoint = history.with_name(f"{history.name}.fit")
     made = provenance(context.obj or [], [*paths, *([history] if history.exists() else [])], split=split, seed=seed)
@@ -161,43 +185,61 @@ def fit_command(
     print(f"{history}: {len(result.history)} requests, forecaster of {result.forecaster.nbytes / 1e6:.1f} MB")
 
 
-@traces.command("info")
-def info_command(
-    path: Path, num_experts: int = typer.Option(None, min=1, help="Experts of a layer, for text traces.")
+@application.command("suite")
+def suite_command(
+    context: typer.Context,
+    paths: list[Path] = typer.Argument(None, metavar="[TRACE|FOLDER]...", help="By default MOECACHE_TRACES."),  # noqa: B008
+    policy: str = typer.Option(",".join(REPLAY_NAMES), help="Names separated by commas."),
+    capacity: str = typer.Option("0.1,0.2,0.3,0.5", help="Such as 0.1, 10% or 64, separated by commas."),
+    split: str = typer.Option("7/10", help="Requests with number % 10 < 7 are history, the others are played."),
+    max_tokens: int = typer.Option(2000, min=0, help="Tokens played of each trace, from all over it; 0: all."),
+    seed: int = typer.Option(0, min=0, help="Of the synthetic traces and the intervals."),
+    jobs: int = typer.Option(os.cpu_count() or 1, min=1, help="Processes."),
+    report: Path = typer.Option(Path("suite.html"), help="The page."),  # noqa: B008
+    rows_path: Path = typer.Option(Path("suite.json"), "--rows", help="The rows: .parquet, .json or .csv."),  # noqa: B008
 ) -> None:
-    """Say what a trace holds."""
-    for name, value in _describe(read_trace(path, num_experts)):
-        print(f"{name:<18} {value}")
+    """Play fixed traces and synthetic ones through all policies, with intervals over requests."""
+    _check_outputs(report, rows_path)
+    check_rows_path(rows_path)
+    folder = os.environ.get("MOECACHE_TRACES")
+    found = gather(paths or ([Path(folder)] if folder else []))
+    names = [name.strip() for name in policy.split(",")]
+    for name in names:
+        resolve_any(name)
+    capacities = [value for text in capacity_texts(capacity) for value in _plain(text)]
+    made = provenance(
+        context.obj or [], found, policies=names, capacities=capacities, split=split, max_tokens=max_tokens, seed=seed
+    )
+    with progress("suite", len(found) + len(FAMILIES), "traces") as bar:
+        rows = run_suite(
+            found,
+            names,
+            capacities,
+            split=split,
+            max_tokens=max_tokens or None,
+            seed=seed,
+            jobs=jobs,
+            done=lambda name: bar.update(1),
+        )
+    write_rows(rows_path, [row.row() for row in rows], made)
+    write_atomically(report, suite_page(rows, made).encode("utf-8", "backslashreplace"))
+    print(f"{report} and {rows_path}: {len(rows)} rows")
 
 
-@traces.command("convert")
-def convert_command(
-    source: Path,
-    target: Path,
-    num_experts: int = typer.Option(None, min=1, help="Experts of a layer, for text traces."),
-    model: str = typer.Option(None, help="The model's name, for the metadata."),
-) -> None:
-    """Write a trace in the format of another file ending."""
-    trace = read_trace(source, num_experts)
-    if model is not None:
-        trace = replace(trace, metadata={**trace.metadata, "model": model})
-    write_trace(trace, target)
-
-
-@traces.command("merge")
-def merge_command(
-    sources: list[Path] = typer.Argument(..., metavar="TRACE..."),  # noqa: B008
-    output: Path = typer.Option(..., "--output", "-o", help="Where to write."),  # noqa: B008
-) -> None:
-    """Put traces of one model one after another."""
-    write_trace(merge([read_trace(path) for path in sources], output.stem), output)
+def _plain(text: str) -> list[int | float]:
+    if text.endswith("%"):
+        return [float(text[:-1]) / 100]
+    try:
+        return [float(text) if "." in text else int(text)]
+    except ValueError:
+        raise typer.BadParameter(f"{text}: traces of several models have experts of several sizes") from None
 
 
 @dataclass(frozen=True)
 class _Job:
     """What a replay shall do with each trace."""
 
-    capacities: list[int | float]
+    capacities: list[str]
     policies: list[str | Score]
     links: list[str]
     prefetch: bool
@@ -210,7 +252,7 @@ class _Job:
 
     @property
     def clocked(self) -> list[str | Score]:
-        return [policy for policy in self.policies if policy != "belady-bypass"]
+        return [policy for policy in self.policies if policy not in COUNTED_ONLY]
 
     def passes(self, trace: Trace) -> int:
         """Forward passes that all of it will play."""
@@ -223,19 +265,20 @@ class _Job:
         return rounds * passes_of(trace, self.options["split"], self.options["max_tokens"])
 
 
-def _replay_one(path: Path, num_experts: int | None, history_path: Path | None, job: _Job) -> Outcome:
-    trace = _shaped(read_trace(path, num_experts), job.shape)
+def _replay_one(trace: Trace, history_path: Path | None, job: _Job) -> Outcome:
+    trace = _shaped(trace, job.shape)
     history = None if history_path is None else _history(history_path, trace)
     outcome = Outcome(trace)
     nbytes = job.expert_nbytes or expert_nbytes_of(trace)
+    capacities = capacities_of(job.capacities, trace, nbytes)
     with progress(trace.name, job.passes(trace), "passes") as bar:
         options = {**job.options, "history": history, "progress": bar}
         turns = {**options, "concurrency": job.concurrency, "expert_nbytes": nbytes}
         if job.hits:
-            outcome.results = replay(trace, job.policies, job.capacities, **turns)
+            outcome.results = replay(trace, job.policies, capacities, **turns)
             for text in job.links:
                 outcome.timed += replay_timed(
-                    trace, job.clocked, job.capacities, profile_from(text), prefetch=job.prefetch, **turns
+                    trace, job.clocked, capacities, profile_from(text), prefetch=job.prefetch, **turns
                 )
         if job.recall:
             outcome.recalled = recall(trace, **options)
@@ -279,42 +322,14 @@ def _check_outputs(*paths: Path | None) -> None:
             raise PermissionError(f"the folder of {path} cannot be written to")
 
 
-def _describe(trace: Trace) -> Iterator[tuple[str, str]]:
-    sizes = sorted(set(trace.num_experts))
-    tokens = np.bincount(trace.request)
-    yield "model", trace.model
-    yield "layers", f"{trace.layers}"
-    yield "experts per layer", f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-    yield "top-k", f"{trace.top_k}"
-    yield "tokens", f"{trace.tokens:,} ({int((trace.decode == 0).sum()):,} of prompts)"
-    yield "requests", f"{trace.requests:,} of {tokens.min():,} to {tokens.max():,} tokens"
-    yield "forward passes", "each token its own" if trace.forward is None else f"{len(np.unique(trace.forward)):,}"
-    for name, value in sorted(trace.metadata.items()):
-        if name not in ("model", "num_layers", "num_experts", "top_k", "groups"):
-            yield name, value
-
-
 def _history(path: Path, trace: Trace) -> History:
     # A history of its own format, or activation counts; either must be of the trace's model.
-    history = _known(path)
+    history = load(path)
     try:
         check_same_model(trace, history.fingerprint, "a history", str(path))
     except ValueError as error:
         raise HistoryFormatError(str(error)) from error
     return history
-
-
-def _known(path: Path) -> History:
-    return Counts.read(path).history() if holds_counts(path) else History.load(path)
-
-
-def _capacities(text: str) -> list[int | float]:
-    try:
-        return [float(part) if "." in part else int(part) for part in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(
-            f"{text!r}: expected experts or fractions separated by commas, such as 0.1,0.25 or 64"
-        ) from None
 
 
 def _policies(texts: Sequence[str]) -> list[str | Score]:

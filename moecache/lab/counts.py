@@ -13,7 +13,7 @@ from ..errors import TraceFormatError
 from ..fingerprint import Fingerprint
 from ..history import History
 from ..tensorfile import MOST_TOKENS, MOST_TOP_K, brief, read_tensors, shape_fault, whole_number
-from .text import open_text
+from .packed import ending_of, open_text
 
 __all__ = ["Counts", "holds_counts"]
 
@@ -44,7 +44,7 @@ class Counts:
         TraceFormatError, FileNotFoundError
         """
         path = Path(path)
-        if path.suffix.lower() in (".csv", ".tsv"):
+        if ending_of(path) in (".csv", ".tsv"):
             return _heat_map(path)
         metadata, tensors = read_tensors(path, "file of activation counts", TraceFormatError)
         counts, tokens = tensors.get("counts"), tensors.get("tokens")
@@ -79,7 +79,7 @@ def holds_counts(path: Path) -> bool:
     """Whether a file is one of activation counts rather than a history, by its ending or its arrays' names."""
     from safetensors import SafetensorError, safe_open
 
-    if path.suffix.lower() in (".csv", ".tsv"):
+    if ending_of(path) in (".csv", ".tsv"):
         return True
     try:
         with safe_open(path, "np") as file:
@@ -94,7 +94,7 @@ def _heat_map(path: Path) -> Counts:
     with open_text(path) as file:
         rows = csv.reader(
             (line for line in file if not line.startswith("#")),
-            delimiter="\t" if path.suffix.lower() == ".tsv" else ",",
+            delimiter="\t" if ending_of(path) == ".tsv" else ",",
         )
         try:
             head = [name.strip().lower() for name in next(rows, [])]

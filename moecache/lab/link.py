@@ -19,7 +19,7 @@ from ..policy import Resolved, Score
 from ..trace import Trace
 from ._clock import LinkClock
 from ._replay import Replay as _Replay
-from .replay import _blocks, _Quiet, make_core, resolve_any, slots_of, trained_history
+from .replay import COUNTED_ONLY, _blocks, _Quiet, make_core, resolve_any, slots_of, trained_history
 from .schedule import Schedule, schedule, split_requests
 
 __all__ = ["MODELS", "PROFILES", "Model", "Profile", "TimedResult", "model_for", "replay_timed", "stand_in"]
@@ -317,8 +317,9 @@ def replay_timed(
             f"the bytes of an expert of {trace.model} are not known: give expert_nbytes (--expert-bytes 17301504 for example)"
         )
     resolved = [resolve_any(policy) for policy in policies]
-    if any(policy.code == "belady-bypass" for policy in resolved):
-        raise PolicyError("belady-bypass has no clock: it serves experts from no slot")
+    for policy in resolved:
+        if policy.code in COUNTED_ONLY:
+            raise PolicyError(f"{policy.name} has no clock: only its hits are counted")
     known, played = split_requests(trace, split)
     plan = schedule(trace, played, concurrency, max_tokens)
     base = trained_history(trace, known, history, history_capacity)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["provenance"]
+__all__ = ["package_version", "provenance"]
 
 
 def provenance(arguments: Sequence[str], files: Sequence[Path], **options: Any) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def provenance(arguments: Sequence[str], files: Sequence[Path], **options: Any) 
     return {
         "command": ["moecache", *arguments],
         "versions": {
-            "moecache": _version(),
+            "moecache": package_version(),
             "python": platform.python_version(),
             "numpy": np.__version__,
             "machine": f"{platform.system()} {platform.machine()}",
@@ -43,7 +43,8 @@ def provenance(arguments: Sequence[str], files: Sequence[Path], **options: Any) 
     }
 
 
-def _version() -> str:
+def package_version() -> str:
+    """Of the installed package; "unknown" where it is run from its sources."""
     try:
         return version("moecache")
     except PackageNotFoundError:  # run from its sources

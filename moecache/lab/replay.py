@@ -20,12 +20,16 @@ from ..policy import NAMES, Resolved, Score, resolve
 from ..trace import Trace
 from ._replay import Replay as _Replay
 from .offline import belady_hits
+from .rivals import RIVALS, play_rival
 from .schedule import Schedule, schedule, split_requests
 
 __all__ = ["REPLAY_NAMES", "Result", "make_core", "replay", "trained_history"]
 
-REPLAY_NAMES = (*NAMES, "belady", "belady-bypass")
-"""Policies of a replay: those of the runtime, and the two that know the future."""
+REPLAY_NAMES = (*NAMES, *RIVALS, "belady", "belady-bypass")
+"""Policies of a replay: those of the runtime, those of others, and the two that know the future."""
+
+COUNTED_ONLY = (*RIVALS, "belady-bypass")
+"""Policies that no core plays, so that a replay counts their hits and has no clock for them."""
 
 _BLOCK = 256  # forward passes between two looks at the progress bar and at Ctrl-C
 
@@ -162,7 +166,8 @@ def replay(
     bar = progress or _Quiet()
     base = trained_history(trace, known, history, history_capacity)
     needed = [*resolved, *(resolve_any(name) for name in ("lru", "belady") if name not in {x.name for x in resolved})]
-    results = {policy.name: _play(trace, plan, policy, slots, base, bar) for policy in needed}
+    seen = schedule(trace, known) if len(known) and any(policy.name in RIVALS for policy in needed) else None
+    results = {policy.name: _play(trace, plan, policy, slots, base, bar, seen) for policy in needed}
     return [
         replace(
             result,
@@ -240,10 +245,10 @@ def trained_history(
 
 def resolve_any(policy: str | Score) -> Resolved:
     """As :func:`moecache.policy.resolve`, with the policies that know the future."""
-    if policy == "belady-bypass":
-        return Resolved("belady-bypass", 0, "belady-bypass")
+    if isinstance(policy, str) and policy in COUNTED_ONLY:
+        return Resolved(policy, 0, policy)
     try:
-        return resolve(policy, extra=REPLAY_NAMES[len(NAMES) :])
+        return resolve(policy, extra=("belady",))
     except PolicyError:
         near = difflib.get_close_matches(str(policy), REPLAY_NAMES, n=2)
         hint = f"; did you mean {' or '.join(near)}?" if near else "."
@@ -252,10 +257,18 @@ def resolve_any(policy: str | Score) -> Resolved:
         ) from None
 
 
-def _play(trace: Trace, plan: Schedule, policy: Resolved, slots: list[int], base: History, bar: Any) -> list[Result]:
+def _play(
+    trace: Trace,
+    plan: Schedule,
+    policy: Resolved,
+    slots: list[int],
+    base: History,
+    bar: Any,
+    seen: Schedule | None,
+) -> list[Result]:
     cold = _cold_misses(plan)
-    if policy.code == "belady-bypass":
-        results = [_bypass(trace, plan, n, cold) for n in slots]
+    if policy.code in COUNTED_ONLY:
+        results = [_counted(trace, plan, policy.name, n, cold, seen) for n in slots]
         bar.update(plan.passes)
         return results
     history = base.copy()
@@ -286,22 +299,25 @@ def _play(trace: Trace, plan: Schedule, policy: Resolved, slots: list[int], base
     ]
 
 
-def _bypass(trace: Trace, plan: Schedule, slots: int, cold: int) -> Result:
-    demands = step_demands(plan)
-    hits = belady_hits(plan.experts, plan.start, plan.next_use, max(plan.num_experts), slots, True)
+def _counted(trace: Trace, plan: Schedule, name: str, slots: int, cold: int, seen: Schedule | None) -> Result:
+    if name == "belady-bypass":
+        demands = step_demands(plan)
+        hits = belady_hits(plan.experts, plan.start, plan.next_use, max(plan.num_experts), slots, True)
+        evictions = max(int(demands.sum() - hits.sum()) - slots, 0)
+    else:
+        demands, hits, evictions = play_rival(name, plan, slots, seen)
     by_request = [np.bincount(plan.request, x.sum(1)).astype(np.int64) for x in (demands, hits)]
-    misses = int(demands.sum() - hits.sum())
     return Result(
         trace=trace.name,
         model=trace.model,
-        policy="belady-bypass",
+        policy=name,
         fraction=slots / sum(trace.num_experts),
         capacity_experts=slots,
         tokens=plan.tokens,
         steps=int((demands > 0).sum()),
         demands=int(demands.sum()),
         hits=int(hits.sum()),
-        evictions=max(misses - slots, 0),
+        evictions=evictions,
         misses_cold=cold,
         layer_demands=tuple(demands.sum(0).tolist()),
         layer_hits=tuple(hits.sum(0).tolist()),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import html
 import io
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from .html import document, table
 from .link import PROFILES, TimedResult
 from .offline import reuse_distances
 from .outcome import Outcome
@@ -19,17 +19,6 @@ from .replay import Result
 from .schedule import schedule
 
 __all__ = ["page"]
-
-_STYLE = """
-:root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #1c2126; background: #fff; }
-h1 { font-size: 1.7rem; margin-bottom: .2rem; } h2 { margin-top: 3rem; border-bottom: 2px solid #dde3e8; padding-bottom: .2rem; }
-h3 { margin: 2rem 0 .4rem; } p { max-width: 46rem; } img { max-width: 100%; height: auto; display: block; }
-table { border-collapse: collapse; margin: .6rem 0 1.2rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #e4e9ed; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } thead th { border-bottom: 2px solid #9aa5ae; } .wide { overflow-x: auto; }
-.note { color: #55606a; font-size: .92rem; } nav a { margin-right: 1rem; } summary { cursor: pointer; }
-"""
 
 # Colours that stay apart for most kinds of colour blindness; a policy keeps its own on every picture.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c564b")
@@ -52,27 +41,13 @@ def page(outcomes: Sequence[Outcome], made: Mapping[str, Any]) -> str:
     matplotlib.use("agg")
     parts = [_section(number, outcome) for number, outcome in enumerate(outcomes)]
     links = "".join(f'<a href="#t{i}">{html.escape(o.trace.name)}</a>' for i, o in enumerate(outcomes))
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>Expert cache replay</title><style>{_STYLE}</style><h1>Expert cache replay</h1>"
+    return document(
+        "Expert cache replay",
         '<p class="note">A demand is one distinct expert of one step (one call of one MoE layer). All experts of a step are '
         "judged against the cache as it stood before the step. One cache serves all layers. "
         "Belady knows the future: no policy that must hold a step's experts can do better.</p>"
-        f"{'<nav>' + links + '</nav>' if len(outcomes) > 1 else ''}{''.join(parts)}{_made(made)}</html>"
-    )
-
-
-def _made(made: Mapping[str, Any]) -> str:
-    command = html.escape(shlex.join(made["command"]))
-    rows = [
-        [name, str(value)]
-        for name, value in {**made["versions"], **made}.items()
-        if name not in ("command", "versions", "files")
-    ]
-    files = [[str(file["path"]), file["sha256"], f"{file['bytes']:,}"] for file in made["files"]]
-    return (
-        f"<h2>How this was made</h2><p><code>{command}</code></p>{_table(['file', 'SHA-256', 'bytes'], files)}"
-        f"{_table(['', ''], rows)}"
+        f"{'<nav>' + links + '</nav>' if len(outcomes) > 1 else ''}{''.join(parts)}",
+        made,
     )
 
 
@@ -122,12 +97,6 @@ def _expert_size(result: Result) -> str:
     return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.1f} kB"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    cells = "".join(f"<th>{html.escape(name).replace(chr(10), '<br>')}</th>" for name in head)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(value)}</td>" for value in row) + "</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
 def _hit_table(results: Sequence[Result]) -> str:
     capacities = list(dict.fromkeys(r.capacity_experts for r in results))
     fraction = {r.capacity_experts: r.fraction for r in results}
@@ -146,7 +115,7 @@ def _hit_table(results: Sequence[Result]) -> str:
         rows.append([policy, *(f"{100 * r.hit_rate:.1f}" for r in mine), f"{100 * low:.0f} to {100 * high:.0f}", moved])
     middle_capacity = capacities[len(capacities) // 2]
     note = f'<p class="note">Spread (the worst and best tenth of requests) and bytes per token at {middle_capacity:,} experts.</p>'
-    return _table(head, rows) + note + _coinciding(results)
+    return table(head, rows) + note + _coinciding(results)
 
 
 def _coinciding(results: Sequence[Result]) -> str:
@@ -288,8 +257,8 @@ def _links(timed: Sequence[TimedResult], colours: dict[str, int]) -> list[str]:
         parts += [
             f"<h3>On {html.escape(link)}</h3>",
             f'<p class="note">{html.escape(profile.source)}.</p>' if profile else "",
-            _table(["tokens/s\nat capacity", *(f"{n:,}\n{fraction[n]:.0%}" for n in capacities)], _rates(mine)),
-            f"<details><summary>All figures</summary>{_table(head, (_timed_row(t) for t in mine))}",
+            table(["tokens/s\nat capacity", *(f"{n:,}\n{fraction[n]:.0%}" for n in capacities)], _rates(mine)),
+            f"<details><summary>All figures</summary>{table(head, (_timed_row(t) for t in mine))}",
             '<p class="note">Useful, late and wasted are prefetches: landed before its layer asked, asked for while still on its way, and '
             "not asked for. The floor is what Belady's policy misses, in bytes, over the link's rate.</p></details>",
             _picture(
@@ -354,9 +323,9 @@ def _recalls(outcome: Outcome) -> list[str]:
     return [
         "<h3>What is known of coming layers</h3>",
         "<p>Recall, in %: how many of the experts used are among the k (in brackets 2 k) likeliest.</p>",
-        _table(["", *targets.values()], short),
+        table(["", *targets.values()], short),
         f'<p class="note">{html.escape(legend)}.</p>',
-        f"<details><summary>All figures</summary>{_table(_RECALL_HEAD, rows)}</details>",
+        f"<details><summary>All figures</summary>{table(_RECALL_HEAD, rows)}</details>",
         _picture(_draw_reliability, (7.0, 4.2), outcome, "Share of experts used against the chance stated"),
         '<p class="note">For the same layer of the next token. On the diagonal a stated chance comes true as often as it says.</p>',
     ]
