@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from moecache import History
 from moecache.lease import Lease
 from moecache.request import Request
+from moecache.request_batch import RequestBatch
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PROMPTS = ["def __init__(self, ", "#include <stdio.h>\n\nint ", "<html>\n<head>\n", '{\n  "name": "a", "version": ']
@@ -53,15 +55,18 @@ def handwritten() -> ModuleType:
 def steps_within_capacity(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Holds at every step that no more experts are resident than there are slots; collects the numbers seen."""
     seen: list[int] = []
-    route = Request.route
 
-    def checked(self: Request, *args, **kwargs) -> Lease:
-        lease = route(self, *args, **kwargs)
-        seen.append(len(self.cache.resident()))
-        assert seen[-1] <= self.cache.capacity
-        return lease
+    def checking(route: Callable[..., Lease]) -> Callable[..., Lease]:
+        def checked(self: Request | RequestBatch, *args, **kwargs) -> Lease:
+            lease = route(self, *args, **kwargs)
+            seen.append(len(self.cache.resident()))
+            assert seen[-1] <= self.cache.capacity
+            return lease
 
-    monkeypatch.setattr(Request, "route", checked)
+        return checked
+
+    for cls in (Request, RequestBatch):
+        monkeypatch.setattr(cls, "route", checking(cls.route))
     return seen
 
 

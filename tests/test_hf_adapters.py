@@ -125,14 +125,14 @@ def test_router_and_shared_experts_run_once_and_rows_are_counted_by_token() -> N
     assert calls == ["gate", "shared_experts"]
     cache = moecache.attach(model, 3)
     seen = []
-    route = moecache.Request.route
+    route = moecache.RequestBatch.route
 
     def noted(self: Any, layer: int, ids: torch.Tensor, **options: Any) -> Any:
         seen.append(ids)
         return route(self, layer, ids, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moecache.Request, "route", noted)
+        patch.setattr(moecache.RequestBatch, "route", noted)
         model(IDS)
     assert calls == ["gate", "shared_experts"] * 2
     hidden: list[torch.Tensor] = []

@@ -81,19 +81,15 @@ class OpenRequests:
     ) -> Lease:
         """A step of these sequences: a request's own where there is one, a batch's otherwise."""
         tokens = topk_ids.shape[0]
-        rows = sequences.rows(tokens)
-        if rows is None:
-            return self._at_places(1)[0].route(layer, topk_ids, decode=decode, token_mask=token_mask)  # type: ignore[union-attr]
-        requests = (
-            self._at_places(len(rows)) if sequences.names is None else self._of(sequences.names, sequences.running)
-        )
-        if len(requests) == 1 and requests[0] is not None and rows[0] == tokens and sequences.names is None:
+        names = sequences.names
+        requests = self._at_places(sequences.places) if names is None else self._of(names, sequences.running)
+        rows, decodes = sequences.rows(tokens), sequences.decodes or decode
+        if rows is None:  # one of them stands for all
+            requests, rows, decodes = [next(filter(None, requests), None)], [tokens], decode
+        if len(requests) == 1 and requests[0] is not None and rows[0] == tokens and names is None:
             return requests[0].route(layer, topk_ids, decode=decode, token_mask=token_mask)
         if self._batch is None:
             self._batch = self._cache.batch()
-        decodes: bool | Sequence[bool] | None = decode
-        if sequences.decodes is not None:
-            decodes = sequences.decodes
         left_over = tokens - sum(rows)
         if left_over:
             requests, rows = [*requests, None], [*rows, left_over]
