@@ -2,112 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import numpy as np
 
 from ..jit import compiled
-
-__all__ = ["CODES", "State", "advance", "touch_and_admit"]
-
-_NAMES = ("lfru", "lfuda", "lru-2", "least-stale", "pinned-hot-10%", "markov", "fate-pairs", "sequential-lru")
-_QUEUED = ("slru", "arc", "s3-fifo", "w-tinylfu")
-CODES = {name: n for n, name in enumerate((*_NAMES, *_QUEUED))}
-"""What the kernels call each policy."""
-
-LFRU, LFUDA, LRU2, STALE, PINNED, MARKOV, FATE, SEQUENTIAL, SLRU, ARC, S3, TINY = range(len(CODES))
-
-# Places in `State.number`: the clock of uses, the present step, how many keys each queue holds, the slots, and uses counted since TinyLFU
-# last halved its counts.
-NOW, STEP, SIZE, SLOTS, COUNTED = 0, 1, 2, 10, 11
-SEGMENTS = 4  # of SLRU
-# Queues: of ARC used once, used again and their ghosts; of S3-FIFO small, main, ghost; of W-TinyLFU window, probation, protected.
-ONCE, AGAIN, GHOST_ONCE, GHOST_AGAIN = 1, 2, 3, 4
-SMALL, MAIN, GHOST = 1, 2, 3
-WINDOW, PROBATION, PROTECTED = 1, 2, 3
-
-
-_CELL = np.dtype(
-    [
-        ("where", np.int8),  # queue of the key; 0 is none
-        ("resident", np.bool_),
-        ("pinned", np.bool_),
-        ("stamp", np.int64),  # when it entered its queue or was used; the smallest leaves first
-        ("last", np.int64),  # clock of its last use, -1 is none
-        ("before", np.int64),  # and of the one before
-        ("count", np.float64),  # uses, or the priority made of them
-        ("heat", np.int64),  # uses in the history, or since it came in
-        ("used_at", np.int64),  # forward pass of its last use
-        ("held", np.int64),  # the step that last used it
-    ],
-    align=True,
+from .rival_state import (
+    AGAIN,
+    ARC,
+    COUNTED,
+    FATE,
+    GHOST,
+    GHOST_AGAIN,
+    GHOST_ONCE,
+    LFRU,
+    LFUDA,
+    LRU2,
+    MAIN,
+    MARKOV,
+    NOW,
+    ONCE,
+    PINNED,
+    PROBATION,
+    PROTECTED,
+    S3,
+    SEGMENTS,
+    SEQUENTIAL,
+    SIZE,
+    SLOTS,
+    SLRU,
+    SMALL,
+    STALE,
+    STEP,
+    TINY,
+    WINDOW,
+    State,
+    evict,
+    first,
+    put,
 )
 
-
-class State(NamedTuple):
-    """What the rules know of each expert (a key is ``layer * widest + expert``), and of all.
-
-    Attributes
-    ----------
-    cells : record array ``[keys]``
-    chance : float64 array ``[keys]``
-        What a predictor says of it.
-    pairs : float32 array ``[layers, widest, widest]``
-        How often the second followed the first.
-    number : int64 array
-    level : float64 array ``[1]``
-        ARC's target, or the age of LFUDA's cache.
-    """
-
-    cells: np.ndarray
-    chance: np.ndarray
-    pairs: np.ndarray
-    number: np.ndarray
-    level: np.ndarray
-
-    @classmethod
-    def make(cls, num_experts: Sequence[int], slots: int) -> State:
-        """An empty cache of so many slots."""
-        layers, widest = len(num_experts), max(num_experts)
-        cells = np.zeros(layers * widest, _CELL)
-        for name in ("last", "before", "used_at", "held"):
-            cells[name] = -1
-        number = np.zeros(16, np.int64)
-        number[SLOTS] = slots
-        return cls(cells, np.zeros(len(cells)), np.zeros((layers, widest, widest), np.float32), number, np.zeros(1))
-
-
-@compiled()
-def _put(s: State, key: int, queue: int) -> None:
-    # At the end of a queue (0: of none), out of the one it was in.
-    if s.cells[key].where:
-        s.number[SIZE + s.cells[key].where] -= 1
-    s.cells[key].where = queue
-    if queue:
-        s.number[SIZE + queue] += 1
-    s.number[NOW] += 1
-    s.cells[key].stamp = s.number[NOW]
-
-
-@compiled()
-def _first(s: State, queue: int) -> int:
-    # The key that leaves a queue first; of those with slots none that the present step uses. -1: there is none.
-    found = -1
-    for key in range(len(s.cells)):
-        if s.cells[key].where != queue or (s.cells[key].resident and s.cells[key].held == s.number[STEP]):
-            continue
-        if found < 0 or s.cells[key].stamp < s.cells[found].stamp:
-            found = key
-    return found
-
-
-@compiled()
-def _evict(s: State, key: int, queue: int) -> int:
-    s.cells[key].resident = False
-    _put(s, key, queue)
-    return key
-
+__all__ = ["advance", "touch_and_admit"]
 
 # Rules that rank what is there
 
@@ -152,7 +85,7 @@ def _ranked_victim(s: State, rule: int, now_layer: int, now_pass: int, widest: i
     if found >= 0:
         if rule == LFUDA:
             s.level[0] = s.cells[found].count
-        _evict(s, found, 0)
+        evict(s, found, 0)
     return found
 
 
@@ -181,7 +114,7 @@ def _segment(s: State, segment: int) -> int:
 
 @compiled()
 def _slru_hit(s: State, key: int) -> None:
-    _put(s, key, min(s.cells[key].where + 1, SEGMENTS))
+    put(s, key, min(s.cells[key].where + 1, SEGMENTS))
     for segment in range(SEGMENTS, 1, -1):
         while s.number[SIZE + segment] > _segment(s, segment):
             # Who moves down keeps its slot, so one of this step may.
@@ -189,7 +122,7 @@ def _slru_hit(s: State, key: int) -> None:
             for other in range(len(s.cells)):
                 if s.cells[other].where == segment and (lowest < 0 or s.cells[other].stamp < s.cells[lowest].stamp):
                     lowest = other
-            _put(s, lowest, segment - 1)
+            put(s, lowest, segment - 1)
 
 
 @compiled()
@@ -197,13 +130,13 @@ def _slru_admit(s: State, key: int) -> int:
     # The victim, -1 where a slot was vacant, -2 where none can be had.
     for segment in range(1, SEGMENTS + 1):
         if s.number[SIZE + segment] < _segment(s, segment):
-            _put(s, key, segment)
+            put(s, key, segment)
             return -1
     for segment in range(1, SEGMENTS + 1):
-        victim = _first(s, segment)
+        victim = first(s, segment)
         if victim >= 0:
-            _evict(s, victim, 0)
-            _put(s, key, segment)
+            evict(s, victim, 0)
+            put(s, key, segment)
             return victim
     return -2
 
@@ -215,11 +148,11 @@ def _slru_admit(s: State, key: int) -> int:
 def _arc_replace(s: State, ghost_again: bool) -> int:
     once, target = s.number[SIZE + ONCE], s.level[0]
     from_once = once > 0 and (once > target or (ghost_again and once == target))
-    victim = _first(s, ONCE if from_once else AGAIN)
+    victim = first(s, ONCE if from_once else AGAIN)
     if victim < 0:
-        victim = _first(s, AGAIN if from_once else ONCE)
+        victim = first(s, AGAIN if from_once else ONCE)
     if victim >= 0:
-        _evict(s, victim, GHOST_ONCE if s.cells[victim].where == ONCE else GHOST_AGAIN)
+        evict(s, victim, GHOST_ONCE if s.cells[victim].where == ONCE else GHOST_AGAIN)
     return victim
 
 
@@ -237,25 +170,25 @@ def _arc_admit(s: State, key: int) -> int:
         victim = _arc_replace(s, ghost == GHOST_AGAIN) if full else -1
         if full and victim < 0:
             return -2
-        _put(s, key, AGAIN)
+        put(s, key, AGAIN)
         return victim
     if size[ONCE] + size[GHOST_ONCE] >= slots:
         if size[GHOST_ONCE] > 0:
-            _put(s, _first(s, GHOST_ONCE), 0)
+            put(s, first(s, GHOST_ONCE), 0)
             victim = _arc_replace(s, False) if full else -1
         else:
-            victim = _first(s, ONCE)
+            victim = first(s, ONCE)
             if victim >= 0:
-                _evict(s, victim, 0)
+                evict(s, victim, 0)
             else:
                 victim = _arc_replace(s, False)
     elif size[ONCE] + size[AGAIN] + size[GHOST_ONCE] + size[GHOST_AGAIN] >= slots:
         if size[ONCE] + size[AGAIN] + size[GHOST_ONCE] + size[GHOST_AGAIN] >= 2 * slots:
-            _put(s, _first(s, GHOST_AGAIN), 0)
+            put(s, first(s, GHOST_AGAIN), 0)
         victim = _arc_replace(s, False) if full else -1
     if full and victim < 0:
         return -2
-    _put(s, key, ONCE)
+    put(s, key, ONCE)
     return victim
 
 
@@ -265,30 +198,30 @@ def _arc_admit(s: State, key: int) -> int:
 @compiled()
 def _s3_evict_small(s: State) -> int:
     while True:
-        key = _first(s, SMALL)
+        key = first(s, SMALL)
         if key < 0:
             return -1
         if s.cells[key].count >= 2:
             s.cells[key].count = 0
-            _put(s, key, MAIN)
+            put(s, key, MAIN)
             continue
-        _evict(s, key, GHOST)
+        evict(s, key, GHOST)
         while s.number[SIZE + GHOST] > int(0.9 * s.number[SLOTS]):
-            _put(s, _first(s, GHOST), 0)
+            put(s, first(s, GHOST), 0)
         return key
 
 
 @compiled()
 def _s3_evict_main(s: State) -> int:
     while True:
-        key = _first(s, MAIN)
+        key = first(s, MAIN)
         if key < 0:
             return -1
         if s.cells[key].count >= 1:
             s.cells[key].count = min(s.cells[key].count, 3) - 1
-            _put(s, key, MAIN)
+            put(s, key, MAIN)
             continue
-        return _evict(s, key, 0)
+        return evict(s, key, 0)
 
 
 @compiled()
@@ -297,7 +230,7 @@ def _s3_admit(s: State, key: int) -> int:
     small = int(0.1 * slots)
     ghost = s.cells[key].where == GHOST
     if ghost:
-        _put(s, key, 0)
+        put(s, key, 0)
     victim = -1
     full = s.number[SIZE + SMALL] + s.number[SIZE + MAIN] >= slots
     if full:
@@ -308,7 +241,7 @@ def _s3_admit(s: State, key: int) -> int:
         if victim < 0:
             return -2
     s.cells[key].count = 0
-    _put(s, key, MAIN if ghost or (not full and s.number[SIZE + SMALL] >= small) else SMALL)
+    put(s, key, MAIN if ghost or (not full and s.number[SIZE + SMALL] >= small) else SMALL)
     return victim
 
 
@@ -328,14 +261,14 @@ def _tiny_use(s: State, key: int) -> None:
 @compiled()
 def _tiny_hit(s: State, key: int) -> None:
     queue = s.cells[key].where
-    _put(s, key, WINDOW if queue == WINDOW else PROTECTED)
+    put(s, key, WINDOW if queue == WINDOW else PROTECTED)
     window = max(1, s.number[SLOTS] // 100)
     while s.number[SIZE + PROTECTED] > (s.number[SLOTS] - window) * 8 // 10:
         lowest = -1
         for other in range(len(s.cells)):
             if s.cells[other].where == PROTECTED and (lowest < 0 or s.cells[other].stamp < s.cells[lowest].stamp):
                 lowest = other
-        _put(s, lowest, PROBATION)
+        put(s, lowest, PROBATION)
 
 
 @compiled()
@@ -343,26 +276,26 @@ def _tiny_admit(s: State, key: int) -> int:
     window = max(1, s.number[SLOTS] // 100)
     full = s.number[SIZE + WINDOW] + s.number[SIZE + PROBATION] + s.number[SIZE + PROTECTED] >= s.number[SLOTS]
     if s.number[SIZE + WINDOW] < window and not full:
-        _put(s, key, WINDOW)
+        put(s, key, WINDOW)
         return -1
-    leaves = _first(s, WINDOW)
+    leaves = first(s, WINDOW)
     if not full:
         if leaves >= 0:
-            _put(s, leaves, PROBATION)
-        _put(s, key, WINDOW)
+            put(s, leaves, PROBATION)
+        put(s, key, WINDOW)
         return -1
-    rests = _first(s, PROBATION)
+    rests = first(s, PROBATION)
     if rests < 0:
-        rests = _first(s, PROTECTED)
+        rests = first(s, PROTECTED)
     if leaves < 0 and rests < 0:
         return -2
     if rests < 0 or (leaves >= 0 and s.cells[leaves].count <= s.cells[rests].count):
-        victim = _evict(s, leaves, 0)
+        victim = evict(s, leaves, 0)
     else:
-        victim = _evict(s, rests, 0)
+        victim = evict(s, rests, 0)
         if leaves >= 0:
-            _put(s, leaves, PROBATION)
-    _put(s, key, WINDOW)
+            put(s, leaves, PROBATION)
+    put(s, key, WINDOW)
     return victim
 
 
@@ -374,7 +307,7 @@ def _hit(s: State, rule: int, key: int) -> None:
     if rule == SLRU:
         _slru_hit(s, key)
     elif rule == ARC:
-        _put(s, key, AGAIN)
+        put(s, key, AGAIN)
     elif rule == S3:
         s.cells[key].count += 1
     elif rule == TINY:
@@ -402,7 +335,7 @@ def _miss(s: State, rule: int, key: int, now_layer: int, now_pass: int, widest: 
             victim = _ranked_victim(s, rule, now_layer, now_pass, widest)
             if victim < 0:
                 return -2
-        _put(s, key, 1)
+        put(s, key, 1)
         _use(s, rule, key, True)
     if victim > -2:
         s.cells[key].resident = True

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .rival_rules import CODES, State, advance, touch_and_admit
+from .rival_rules import advance, touch_and_admit
+from .rival_state import CODES, State
 from .schedule import Schedule
 
 __all__ = ["RIVALS", "Played", "play_rival"]
