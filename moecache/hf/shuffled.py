@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from .forms import Weights
 
-__all__ = ["TRIAL_ERRORS", "ShuffledLease", "random_slots", "same_bits"]
+__all__ = ["TRIAL_ERRORS", "ShuffledLease", "random_slots", "same_bits", "undisturbed"]
 
 # What code that is tried may raise where it does not fit.
 TRIAL_ERRORS = (RuntimeError, AttributeError, KeyError, TypeError, IndexError, ValueError, AssertionError)
@@ -50,3 +52,18 @@ def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
     if found.dtype != expected.dtype or found.shape != expected.shape:
         return False
     return bool(((found == expected) | (found.isnan() & expected.isnan())).all())
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Keep defaults of the caller's (device, autocast, inference mode) and his random state from what is tried on a device."""
+    with (
+        torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        nullcontext() if torch.get_default_device().type == device.type else device,
+        torch.autocast(device.type, enabled=False),
+    ):
+        warnings.simplefilter("ignore")
+        yield

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import math
 import types
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +22,7 @@ from .adapters.tried import AdapterForm, try_adapter
 from .by_place import PlaceForm, place_forms
 from .discovery import ExpertsLayer
 from .forms import Form, by_flags, by_stock, by_stock_in_float32, flag, plain, stand_in, stock_forward
-from .shuffled import TRIAL_ERRORS, ShuffledLease, random_slots, same_bits
+from .shuffled import TRIAL_ERRORS, ShuffledLease, random_slots, same_bits, undisturbed
 
 __all__ = ["AnyForm", "choose_form", "choose_forms"]
 
@@ -118,16 +116,7 @@ def choose_form(
     _check_floats(module, specs)
     extra = sorted(_names_read(module) - _KNOWN - set(specs))
     reasons = []
-    # Defaults of the caller's (device, dtype, autocast, inference mode) must not reach what is tried, nor his random state.
-    with (
-        torch.random.fork_rng(devices=[]),
-        warnings.catch_warnings(),
-        torch.inference_mode(False),
-        torch.no_grad(),
-        nullcontext() if torch.get_default_device().type == device.type else device,
-        torch.autocast(device.type, enabled=False),
-    ):
-        warnings.simplefilter("ignore")
+    with undisturbed(device):
         factor = _common_factor(specs)
         # Another order of the same products is equal in all sizes; other products need not be.
         real = (

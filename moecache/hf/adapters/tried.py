@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ...bank import ParamSpec
 from ...errors import UnsupportedModelError
 from ..forms import deep_stand_in, without_hooks
-from ..shuffled import TRIAL_ERRORS, ShuffledLease, random_slots, same_bits
+from ..shuffled import TRIAL_ERRORS, ShuffledLease, random_slots, same_bits, undisturbed
 from .base import Adapter, Route
 
 __all__ = ["AdapterForm", "try_adapter"]
@@ -49,15 +48,7 @@ def try_adapter(
     UnsupportedModelError
         The results differ, or the forward cannot be run.
     """
-    with (
-        torch.random.fork_rng(devices=[]),
-        warnings.catch_warnings(),
-        torch.inference_mode(False),
-        torch.no_grad(),
-        nullcontext() if torch.get_default_device().type == device.type else device,
-        torch.autocast(device.type, enabled=False),
-    ):
-        warnings.simplefilter("ignore")
+    with undisturbed(device):
         trial = _Trial(adapter, module, specs, device)
         reason = None
         try:
